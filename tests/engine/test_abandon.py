@@ -138,6 +138,32 @@ def test_nor_where_replicas_wait_for_one_another_or_ranks_share_no_memory():
     assert_same(run_ranks(2, learn, "zero3", EVERY, False), expected)
 
 
+def learn_from_the_first_step(strategy: str, in_memory: bool) -> None:
+    """Abandon the first step of a model, in which only some ranks have made the first call of some channels."""
+    share_memory_between_ranks(in_memory)
+    expected = None
+    for fail_first in (None, *ALONE):
+        model = shard(small_gpt(), strategy=strategy)
+        model.blocks[1].set_all_reduce_hook(lambda sums: None)  # on every rank, as one failure sets it
+        optimizer = adamw(model)
+        if fail_first is not None:
+            fail_first(model)
+            model.abandon_step()
+        other = shard(small_gpt(), strategy=strategy)  # which makes its calls before the remaining ones of `model`
+        for step in range(2):
+            backward(other)
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = expected or wholes(model)
+        assert_same(wholes(model), expected, name=str(fail_first))
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_nor_in_the_first_step_of_a_model(in_memory):
+    run_ranks(2, learn_from_the_first_step, "zero3", in_memory)
+
+
 @on_new_ranks(1)
 def test_the_step_after_it_begins_with_its_first_microbatch():
     model = shard(small_gpt())

@@ -3,14 +3,16 @@
 import random
 import threading
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_new_ranks
-from torch import Tensor
+from small_models import ONE_AXIS, chain, inputs, learn, leave
+from torch import Tensor, nn
 
-from fullshard import share_memory_between_ranks
+from fullshard import fully_shard, share_memory_between_ranks
 from fullshard._compat import break_connections
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.routes import collectives_for
@@ -270,3 +272,20 @@ def test_connections_can_be_broken_after_a_peer_has_closed_its_own():
         store.wait(["waiting"])
         break_connections(group, [2, 0], 1)
     store.wait(["ended"])
+
+
+@WAYS
+@on_new_ranks(2)
+def test_models_that_only_some_ranks_build_change_nothing(shares):
+    """A rank may shard models that it never uses, before the first step and between steps."""
+    choose(shares)
+    rng, unused = random.Random(dist.get_rank()), list[nn.Module]()
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        unused.extend(fully_shard(nn.Linear(48, 48)) for _ in range(rng.randrange(3)))
+        return model(inputs(step)).square().mean()
+
+    expected = learn(chain(leave), loss_of=loss_of)
+    for strategy in ONE_AXIS:
+        unused.extend(chain(partial(fully_shard, strategy=strategy)) for _ in range(rng.randrange(3)))
+        assert_same(learn(chain(partial(fully_shard, strategy=strategy)), loss_of=loss_of), expected, name=strategy)

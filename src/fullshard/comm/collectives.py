@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, TypeVar
 from zlib import crc32
@@ -43,6 +43,7 @@ from fullshard.tape.recorder import Event, Origin, Phase, active
 T = TypeVar("T")
 
 _FIRST_TAG = 1 << 24  # far from the tags of users' own messages, which are small
+_FIRST_TAG_OF_CHANNELS = 1 << 25  # far from the tags that constructors reserve
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +80,8 @@ class Collectives(GroupProgress, ABC):
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self._next_tag = _FIRST_TAG
+        self._next_tag_of_channels = _FIRST_TAG_OF_CHANNELS
+        self._called: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._channels: dict[str, Channel] = {}
         self._uncompared: deque[Callable[[], list[bytes]]] = deque()  # fingerprints, in the order of the collectives
         self._linked: weakref.WeakSet[Collectives] = weakref.WeakSet()
@@ -89,13 +92,13 @@ class Collectives(GroupProgress, ABC):
         self._linked.update(other for other in others if other is not self)
 
     def channel(self, tensors: int, *, variants: int = 1) -> Channel:
-        """Create a channel for calls with up to `tensors` tensors. Ranks must create channels in the same order.
+        """Create a channel for calls with up to `tensors` tensors.
 
         Args:
             tensors: the maximum number of tensors of a call.
             variants: The number of sets of message sizes with separate tags, see `Channel.variant`.
         """
-        return Channel(self, self._reserve_tags(2 * tensors * variants), 2 * tensors, variants)
+        return Channel(self, 2 * tensors, variants)
 
     def channel_for(self, purpose: str, tensors: int, *, variants: int = 1) -> Channel:
         """Return the channel of `purpose`, one per process group. The first call creates it."""
@@ -104,8 +107,14 @@ class Collectives(GroupProgress, ABC):
         return self._channels[purpose]
 
     def _reserve_tags(self, count: int) -> int:
-        """Reserve `count` unique tags of this group, and return the first one."""
+        """Reserve `count` unique tags of this group, and return the first one. For constructors of subclasses."""
         tag, self._next_tag = self._next_tag, self._next_tag + count
+        return tag
+
+    def reserve_tags_for(self, channel: Channel, count: int) -> int:
+        """Reserve `count` unique tags of this group for `channel`, and return the first one."""
+        self._called.add(channel)
+        tag, self._next_tag_of_channels = self._next_tag_of_channels, self._next_tag_of_channels + count
         return tag
 
     def rank_shared_storages(self, sizes: Sequence[int], plan: str | None) -> list[torch.UntypedStorage] | None:
@@ -135,6 +144,10 @@ class Collectives(GroupProgress, ABC):
         self._uncompared.clear()
         self.unsent.clear()
         self.started = 0
+        for channel in self._called:  # some ranks may have called more channels
+            channel.forget_tags()
+        self._called.clear()
+        self._next_tag_of_channels = _FIRST_TAG_OF_CHANNELS
 
     def close(self) -> None:
         """Close resources that were opened for the process group, which no longer exists."""
@@ -359,21 +372,30 @@ class Collectives(GroupProgress, ABC):
 class Channel(Transport):
     """Messages for one purpose over a process group, with tags that no other channel uses.
 
+    The tags are reserved in the first call. Ranks make calls in the same order, but some may create more channels, for
+    a model that they do not use.
+
     Args:
         collectives: The collectives of the process group.
-        first_tag: The first tag of the channel.
         tags: The number of tags per variant: two per tensor, because an all-reduce sends two messages.
         variants: The number of sets of message sizes with separate tags.
     """
 
-    def __init__(self, collectives: Collectives, first_tag: int, tags: int, variants: int = 1) -> None:
+    def __init__(self, collectives: Collectives, tags: int, variants: int = 1) -> None:
         self.collectives = collectives
         self.world = collectives.world
         self.rank = collectives.rank
         self.is_queued = collectives.is_queued
-        self._first_tag = first_tag
         self._tags = tags
         self._variants = variants
+
+    @cached_property
+    def _first_tag(self) -> int:
+        return self.collectives.reserve_tags_for(self, self._tags * self._variants)
+
+    def forget_tags(self) -> None:
+        """Reserve other tags in the next call. Pending messages keep theirs."""
+        vars(self).pop("_first_tag", None)
 
     def variant(self, text: str) -> Channel:
         """Return the channel for the variant `text` of messages; an empty text is the normal variant.
@@ -384,7 +406,9 @@ class Channel(Transport):
         if not text or self._variants == 1:
             return self
         number = 1 + crc32(text.encode()) % (self._variants - 1)
-        return Channel(self.collectives, self._first_tag + number * self._tags, self._tags)
+        channel = Channel(self.collectives, self._tags)
+        channel._first_tag = self._first_tag + number * self._tags
+        return channel
 
     def _tag(self, origin: Origin) -> int:
         return self.variant(origin.note)._first_tag if origin.note else self._first_tag
