@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fullshard.fsdp1 import *  # noqa: F403  # its `__all__` is public here, too
     from fullshard.fsdp_module import (
         FSDPModule,
+        GradientReductionHandle,
         UnshardHandle,
         fully_shard,
         register_fsdp_forward_method,
@@ -83,6 +84,7 @@ else:
             ],
             "fullshard.fsdp_module": [
                 "FSDPModule",
+                "GradientReductionHandle",
                 "UnshardHandle",
                 "fully_shard",
                 "register_fsdp_forward_method",
@@ -124,6 +126,7 @@ __all__ = [
     "FSDPMeshInfo",
     "FSDPModule",
     "FullshardError",
+    "GradientReductionHandle",
     "HSDPMeshInfo",
     "LayoutError",
     "MissingLibraryError",

@@ -300,6 +300,13 @@ class UnshardHandle:
             unit.residency.wait_unshard()
 
 
+class GradientReductionHandle:
+    """A reduction of gradients, for compatibility with torch. Created by `finalize_backward(async_op=True)`."""
+
+    def wait(self) -> None:
+        """Return immediately: `finalize_backward` has completed the reduction."""
+
+
 class FSDPModule:
     """The methods that `fully_shard` adds to a module. Those with `recurse` also affect the units below.
 
@@ -433,7 +440,7 @@ class FSDPModule:
         check_flags(enabled=enabled)
         runtime_of(_module(self)).finalize_manually(enabled)
 
-    def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the accumulated gradients, and reshard. `set_requires_gradient_sync(False)` defers the reduction.
 
         Args:
@@ -443,7 +450,7 @@ class FSDPModule:
             StateError: `set_manual_backward_finalization(True)` was not called.
         """
         runtime_of(_module(self)).finalize_backward()
-        return UnshardHandle([]) if async_op else None
+        return GradientReductionHandle() if async_op else None
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether this unit's parameters are gathered for its backward.
@@ -540,16 +547,17 @@ class FSDPModule:
         """
         raise _custom_refused("set_custom_reduce_scatter", comm)
 
-    def set_keep_unsharded_storage(self, enable: bool) -> None:
-        """Raise an error for True, which in torch (after 2.13) keeps the addresses of unsharded parameters fixed.
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Raise an error for True, which in torch (2.15) keeps the addresses of unsharded parameters fixed.
 
         Args:
-            enable: False does nothing.
+            keep: False does nothing.
+            recurse: Ignored.
 
         Raises:
             ConfigError: The argument is True.
         """
-        if enable:
+        if keep:
             raise ConfigError(
                 "set_keep_unsharded_storage(True): resharding frees a unit's memory, and the next unshard may use "
                 "different memory. For CUDA graphs of parts of a model, call "

@@ -84,7 +84,8 @@ def shard_unit(
     mark_ignored(ignored, (module for _, module in own_modules(modules)))
     if materialize:
         initialize(modules, device, ignored, param_init_fn)
-    found = find_parameters(modules, ignored, partial(_place, axes, options, shard_placement_fn))
+    place = partial(_place, axes, options, shard_placement_fn)
+    found = find_parameters(modules, ignored, place, options.precision)
     move_buffers(modules, device, buffer_dtype)
     if sync_module_states:
         for over in dict.fromkeys([axes, *(source.axes for source in found.sources)]):

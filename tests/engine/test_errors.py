@@ -821,7 +821,7 @@ def a_stream_for_a_hook_alongside_replicas() -> Steps:
 @mistake(ConfigError, r"set_keep_unsharded_storage\(True\)", r"share_memory_between_units\(True\)")
 def keep_addresses_of_unsharded_parameters() -> Steps:
     model = sharded()
-    model.set_keep_unsharded_storage(False)
+    model.set_keep_unsharded_storage(keep=False, recurse=False)
     yield
     model.set_keep_unsharded_storage(True)
 
@@ -1299,6 +1299,21 @@ def optimizer_in_groups() -> None:
 @mistake(ConfigError, r"MixedPrecisionPolicy\(param_dtype=torch.int8\)", r"such as torch\.bfloat16, or None", ranks=0)
 def compute_in_integers() -> None:
     MixedPrecisionPolicy(param_dtype=torch.int8)
+
+
+@mistake(
+    ConfigError,
+    "param_dtype_override_fn returned torch.float16 for weight",
+    r"Return the dtype of the parameter, torch.float32, .* or None to compute in param_dtype=torch.bfloat16",
+)
+def compute_in_a_third_dtype() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: torch.float16)
+    fully_shard(linear(), mp_policy=policy)
+
+
+@mistake(ConfigError, "param_dtype_override_fn", "a function of a parameter that returns a torch.dtype", ranks=0)
+def a_dtype_in_place_of_a_function() -> None:
+    MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=torch.float32)
 
 
 @mistake(ConfigError, r"MixedPrecision\(reduce_dtype='bf16'\)", r"expected a floating-point torch\.dtype", ranks=0)

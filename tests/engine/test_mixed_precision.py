@@ -1,7 +1,9 @@
 """Mixed precision: unchanged masters, low-precision compute and communication, sums in the requested dtype."""
 
 import copy
+import random
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +15,14 @@ from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd, whole_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard, recording
+from fullshard import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    RankMismatchError,
+    fully_shard,
+    recording,
+)
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -88,6 +97,94 @@ def test_a_mean_that_float16_can_hold_is_computed_in_float16(ranks, size):
                 model.set_requires_gradient_sync(microbatch == 1)
                 model(torch.full((1, 4), large / 2)).sum().backward()
             assert_same(whole_grads(model)["weight"], torch.full((4, 4), large), name=strategy)
+
+
+class Scaled(nn.Module):
+    """A layer that computes with parameters of any dtypes, of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(48, 96)
+        self.down = nn.Linear(96, 48, bias=False)
+        self.scale = nn.Parameter(torch.ones(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in (self.up, self.down):
+            y = F.linear(x.to(linear.weight.dtype), linear.weight).float()
+            x = y if linear.bias is None else (y + linear.bias).relu()
+        return x * self.scale
+
+
+def learn_with_some_kept(kept: set[str], shard: Any, reduce: torch.dtype | None) -> list[Any]:
+    """Train with the parameters `kept` in float32 and others in bfloat16; without a `shard`, with casts by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), Scaled())
+    params = dict(model.named_parameters())
+    ids, left = {id(params[name]) for name in kept}, []
+    for module in [*model, model] if shard else ():
+        policy = MixedPrecisionPolicy(
+            BF16,
+            reduce,
+            cast_forward_inputs=False,
+            param_dtype_override_fn=lambda param: FP32 if id(param) in ids else None,
+        )
+        shard(module, mp_policy=policy)
+    low = model if shard else copy.deepcopy(model)
+    optimizer = sgd(model)
+    for step in range(3):
+        for name, param in low.named_parameters() if not shard else ():
+            param.data = params[name].data.to(FP32 if name in kept else BF16)
+        loss = low(inputs(step)).square().mean()
+        loss.backward()
+        for name, param in low.named_parameters() if not shard else ():
+            params[name].grad, param.grad = param.grad.to(reduce or param.dtype).float(), None
+        left += [loss.detach(), whole_grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(model)]
+
+
+@on_ranks(2)
+def test_parameters_that_keep_their_dtype_are_as_cast_by_hand():
+    names, rng = list(dict(nn.Sequential(Scaled(), Scaled()).named_parameters())), random.Random(3)
+    for strategy, reduce in product(ONE_AXIS, (None, FP32, BF16)):
+        kept = {name for name in names if rng.random() < 0.5}
+        expected = learn_with_some_kept(kept, None, reduce)
+        found = learn_with_some_kept(kept, partial(fully_shard, strategy=strategy), reduce)
+        assert_same(found, expected, name=f"{strategy} {reduce} {sorted(kept)}")
+
+
+@on_ranks(2)
+def test_encoded_gathers_and_casts_of_the_model_leave_kept_parameters_exact():
+    """Also if gradients are summed in another dtype later, and if a module on the meta device is cast first."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Scaled()
+    policy = MixedPrecisionPolicy(
+        BF16, gather_wire="int8", param_dtype_override_fn=lambda param: FP32 if param.dim() == 1 else BF16
+    )
+    fully_shard(model, mp_policy=policy).double().float().to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.normal_(param.to_local())
+    expected = {name: param for name, param in wholes(model).items() if param.dim() == 1}
+    assert set(expected) == {"up.bias", "scale"}
+    model.unshard()
+    found = dict(model.named_parameters())
+    assert {name: param.dtype for name, param in found.items()} == {
+        name: FP32 if name in expected else BF16 for name in found
+    }
+    assert_same({name: found[name].detach() for name in expected}, expected)
+
+
+@on_ranks(2)
+def test_ranks_that_keep_different_parameters_raise_an_error():
+    first = dist.get_rank() == 0
+    policy = MixedPrecisionPolicy(
+        BF16, param_dtype_override_fn=lambda param: FP32 if first and param.dim() == 1 else None
+    )
+    model = fully_shard(Scaled(), mp_policy=policy)
+    with pytest.raises(RankMismatchError, match="float32"):
+        model(inputs())
 
 
 class Looking(nn.Module):

@@ -18,6 +18,7 @@ DOCUMENTED = {
         "FSDPMeshInfo",
         "FSDPModule",
         "FullshardError",
+        "GradientReductionHandle",
         "HSDPMeshInfo",
         "LayoutError",
         "MissingLibraryError",

@@ -85,7 +85,7 @@ def test_mixed_precision_passes_on_every_field_of_the_policy():
     """A field that is added to one of the classes fails here until `VALUES` or the sets name it."""
     names = {field.name for field in fields(MixedPrecision)}
     assert names == ONLY_FSDP1 | set(VALUES)
-    assert {field.name for field in fields(MixedPrecisionPolicy)} - names == {"output_dtype"}
+    assert {field.name for field in fields(MixedPrecisionPolicy)} - names == {"output_dtype", "param_dtype_override_fn"}
     assert MixedPrecision(**VALUES).policy() == MixedPrecisionPolicy(**VALUES)
     default = MixedPrecisionPolicy(cast_forward_inputs=False)
     assert all(getattr(default, name) != value for name, value in VALUES.items())

@@ -22,7 +22,7 @@ from fullshard.engine.registry import clean_fqn, own_modules, units_in
 from fullshard.engine.sharded_param import Owner, Source, refuse_tensor_hooks
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
-from fullshard.policy.precision import is_castable
+from fullshard.policy.precision import MixedPrecisionPolicy, is_castable
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ def find_parameters(
     modules: Sequence[nn.Module],
     ignored: Iterable[nn.Parameter],
     place: Callable[[str, nn.Parameter], tuple[Axes, int | None]],
+    precision: MixedPrecisionPolicy,
 ) -> NewParameters:
     """Find the parameters of `modules` to shard, and the units that own parameters tied to them.
 
@@ -46,6 +47,7 @@ def find_parameters(
         modules: The modules of the new unit.
         ignored: parameters to leave out.
         place: A function that returns the axes and the dim to shard a parameter along, given its FQN and the parameter.
+        precision: The policy that selects dtypes.
 
     Raises:
         ConfigError: A parameter is a `DTensor` that cannot be sharded over these axes, has no shape yet, or shares
@@ -80,7 +82,9 @@ def find_parameters(
                     )
                 refuse_tensor_hooks(fqn, param)
                 axes, dim = place(fqn, param)
-                new[id(param)] = Source(param, [], fqn, axes, dim, view_of(fqn, param, axes))
+                new[id(param)] = Source(
+                    param, [], fqn, axes, dim, view_of(fqn, param, axes), precision.keeps_dtype(fqn, param)
+                )
                 if new[id(param)].sends_payloads:
                     check_payloads(fqn, new[id(param)].local, axes, dim)
             source = new[id(param)]

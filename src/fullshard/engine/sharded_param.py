@@ -59,6 +59,7 @@ class Source:
     axes: Axes  # to shard and replicate it over
     dim: int | None  # along which the user wants it cut
     view: ParamView
+    keeps_dtype: bool  # in compute, although other parameters are cast
 
     @property
     def local(self) -> Tensor:

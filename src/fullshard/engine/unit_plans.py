@@ -27,25 +27,26 @@ def by_kind(sources: Sequence[Source]) -> list[list[Source]]:
     """Group the sources by mesh, dtype, `requires_grad` and treatment. Groups keep the order of the sources."""
     meshes = list(dict.fromkeys(source.axes for source in sources))
 
-    def kind(source: Source) -> tuple[int, str, str, bool, bool, bool]:
-        treated = source.param.requires_grad, source.view.is_opaque, source.sends_payloads
+    def kind(source: Source) -> tuple[int, str, str, bool, bool, bool, bool]:
+        treated = source.param.requires_grad, source.view.is_opaque, source.sends_payloads, source.keeps_dtype
         return meshes.index(source.axes), str(source.param.dtype), str(source.grad_dtype or ""), *treated
 
     return [list(group) for _, group in groupby(sorted(sources, key=kind), key=kind)]
 
 
 def contract_for(
-    options: ShardOptions, view: ParamView, stored: torch.dtype, grad: torch.dtype | None
+    options: ShardOptions, view: ParamView, stored: torch.dtype, grad: torch.dtype | None, *, keeps_dtype: bool
 ) -> DtypeContract:
-    """Return the dtypes of parameters stored as `stored`, with the view `view` and gradients in `grad`."""
+    """Return the dtypes of parameters stored as `stored`; see `MixedPrecisionPolicy.contract`."""
     if view.is_opaque:
         return DtypeContract(stored=stored, compute=stored, reduce=stored)
-    return options.precision.contract(stored, grad)
+    return options.precision.contract(stored, grad, keeps_dtype=keeps_dtype)
 
 
 def plan_for(kind: Sequence[Source], options: ShardOptions, device: torch.device, memory: MemoryKind) -> GroupPlan:
     """Return the plan of a parameter group of `kind`."""
-    contract = contract_for(options, kind[0].view, kind[0].param.dtype, kind[0].grad_dtype)
+    first = kind[0]
+    contract = contract_for(options, first.view, first.param.dtype, first.grad_dtype, keeps_dtype=first.keeps_dtype)
     shapes, dims = [source.local.shape for source in kind], [source.dim for source in kind]
     if not kind[0].sends_payloads:
         return GroupPlan.of(shapes, dims, contract, options, kind[0].axes, device, memory)

@@ -25,6 +25,7 @@ from fullshard.engine.unit_plans import check_one_dtype, contract_for
 from fullshard.errors import ConfigError
 from fullshard.policy.offload import OffloadPolicy, StatePlacement
 from fullshard.policy.options import ShardOptions
+from fullshard.policy.precision import DtypeContract
 from fullshard.tape.recorder import allocating
 
 
@@ -153,8 +154,7 @@ class UnitShards:
         plans = []
         for param_group in self._unit.param_groups:
             plan = param_group.plan
-            view, stored, grad = param_group.params[0].view, plan.contract.stored, plan.contract.grad
-            contract = contract_for(self._unit.options, view, stored, grad)
+            contract = self._contract_with(plan.contract.stored, param_group)
             plans.append(replace(plan.changed(contract, plan.device, plan.memory), options=self._unit.options))
         self._has_layout_of(plans)
 
@@ -228,12 +228,15 @@ class UnitShards:
     def _plan_as_found(self, param_group: ParamGroup) -> GroupPlan:
         """Return the plan of `param_group` with the current dtype and device of its shards."""
         shard = param_group.params[0].local
-        contract = contract_for(
-            self._unit.options, param_group.params[0].view, shard.dtype, param_group.plan.contract.grad
-        )
+        contract = self._contract_with(shard.dtype, param_group)
         stays = not (shard.is_meta or self.destination is StatePlacement.DEVICE)
         device = self._unit.device if stays else shard.device
         return param_group.plan.changed(contract, device, self.memory_found_on(shard.device))
+
+    def _contract_with(self, stored: torch.dtype, param_group: ParamGroup) -> DtypeContract:
+        """Return the dtypes of `param_group` if its shards are stored as `stored`."""
+        view, present = param_group.params[0].view, param_group.plan.contract
+        return contract_for(self._unit.options, view, stored, present.grad, keeps_dtype=present.keeps_dtype)
 
 
 def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, alongside: bool) -> bool:

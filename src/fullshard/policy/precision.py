@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.policy.arguments import check_flags
+from fullshard.policy.arguments import check_callable, check_flags
 from fullshard.policy.strategy import Placement, Placements
 
 GATHER_ENCODINGS = ("int8", "fp8")
@@ -33,6 +34,7 @@ class DtypeContract:
 
     If `gather_wire` or `reduce_wire` names an encoding, messages are encoded with it and decoded into the dtype. `grad`
     is the gradient dtype that parameters request, for unsharded gradients and shards; None for the default.
+    `keeps_dtype` is True if the parameters compute in the stored dtype, whatever `param_dtype` is.
     """
 
     stored: torch.dtype
@@ -41,6 +43,7 @@ class DtypeContract:
     gather_wire: str | None = None
     reduce_wire: str | None = None
     grad: torch.dtype | None = None
+    keeps_dtype: bool = False
 
     @property
     def delivered(self) -> torch.dtype:
@@ -85,10 +88,14 @@ class MixedPrecisionPolicy:
         reduce_wire: "bf16", "int8" or "int4": gradients are communicated in this format and summed in float32. The last
             two add the quantization error to the next message (error feedback), which takes the memory of unsharded
             gradients on each rank.
+        param_dtype_override_fn: A function that is called with each parameter when a module is sharded. If it returns
+            the dtype of the parameter, the parameter is gathered and computes in that dtype, and gathers do not encode
+            it. If it returns None or `param_dtype`, `param_dtype` applies. It must return the same on every rank.
 
     Raises:
-        ConfigError: A dtype is not a floating-point dtype, an encoding is unknown, or `reduce_wire` is combined with a
-            `reduce_dtype` other than float32.
+        ConfigError: A dtype is not a floating-point dtype, an encoding is unknown, `reduce_wire` is combined with a
+            `reduce_dtype` other than float32, or `param_dtype_override_fn` is not a function. When a module is
+            sharded: that function returned another dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -97,32 +104,59 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     gather_wire: str | None = None
     reduce_wire: str | None = None
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_floating(self, ("param_dtype", "reduce_dtype", "output_dtype"))
         check_flags(cast_forward_inputs=self.cast_forward_inputs)
         check_encoding(self)
+        if self.param_dtype_override_fn is not None:
+            expected = "a function of a parameter that returns a torch.dtype or None"
+            check_callable("param_dtype_override_fn", self.param_dtype_override_fn, expected)
 
-    def contract(self, stored: torch.dtype, grad: torch.dtype | None = None) -> DtypeContract:
+    def keeps_dtype(self, fqn: str, param: nn.Parameter) -> bool:
+        """Return True if `param_dtype_override_fn` selects the dtype that a parameter has.
+
+        Args:
+            fqn: The FQN of the parameter, for messages.
+            param: The parameter, before sharding.
+
+        Raises:
+            ConfigError: The function returned neither None, nor `param_dtype`, nor the dtype of the parameter.
+        """
+        if self.param_dtype_override_fn is None:
+            return False
+        chosen = self.param_dtype_override_fn(param)
+        if chosen not in (None, self.param_dtype, param.dtype):
+            raise ConfigError(
+                f"param_dtype_override_fn returned {chosen!r} for {fqn}. Return the dtype of the parameter, "
+                f"{param.dtype}, to compute in it, or None to compute in param_dtype={self.param_dtype}."
+            )
+        return chosen is not None and chosen == param.dtype != self.param_dtype
+
+    def contract(
+        self, stored: torch.dtype, grad: torch.dtype | None = None, *, keeps_dtype: bool = False
+    ) -> DtypeContract:
         """Return the dtypes of parameters that are stored as `stored`. Integers and 8-bit floats are never cast.
 
         Args:
             stored: The dtype of the stored shards.
             grad: The gradient dtype that the parameters request. Gradients are summed in it unless `reduce_dtype` is
                 set.
+            keeps_dtype: Whether to compute in `stored`, and not to encode gathers.
         """
         if not is_castable(stored):
             return DtypeContract(stored=stored, compute=stored, reduce=stored)
-        compute = self.param_dtype or stored
-        if compute == torch.float64:
-            return DtypeContract(stored=stored, compute=compute, reduce=self.reduce_dtype or grad or compute, grad=grad)
+        compute = stored if keeps_dtype else self.param_dtype or stored
+        can_encode = compute != torch.float64
         return DtypeContract(
             stored=stored,
             compute=compute,
-            reduce=self.reduce_dtype or (grad or compute if self.reduce_wire is None else torch.float32),
-            gather_wire=self.gather_wire,
-            reduce_wire=self.reduce_wire,
+            reduce=self.reduce_dtype or (torch.float32 if self.reduce_wire and can_encode else grad or compute),
+            gather_wire=self.gather_wire if can_encode and not keeps_dtype else None,
+            reduce_wire=self.reduce_wire if can_encode else None,
             grad=grad,
+            keeps_dtype=keeps_dtype,
         )
 
 
