@@ -13,11 +13,12 @@ import torch.distributed.checkpoint as dcp
 from shared_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard as their_fully_shard
 
-from fullshard import fully_shard
+from fullshard import CheckpointError, fully_shard
 from fullshard.checkpoint import load, save
 from fullshard.testing import assert_same
 
@@ -154,3 +155,21 @@ def test_what_we_have_written_opens_in_torch(tmp_path):
     whole = torch.load(tmp_path / "whole.pt")
     assert_same({name: converted[name] for name in whole}, whole)
     assert_same(converted["head.weight"], whole["embedding.weight"])
+
+
+VALID_STRIDES = [(), (None,), ((2, 1),), ((0, 0),)]
+
+
+@pytest.mark.parametrize("strides", [*VALID_STRIDES, ((-2, 1),), (7,), ("no",), ((2, 1), (2, 1))], ids=str)
+def test_metadata_with_and_without_strides_is_read(strides, tmp_path, monkeypatch):
+    """Since torch 2.15, metadata has the strides of tensors."""
+    as_here = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*as_here(self)[:5], *strides))
+    model, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    save(tmp_path, model=model, step=1)
+    if strides in VALID_STRIDES:
+        load(tmp_path, model=other)
+        assert_same(other.weight, model.weight)
+    else:
+        with pytest.raises(CheckpointError, match=r"\.metadata: expected the metadata of a checkpoint"):
+            load(tmp_path, model=other)

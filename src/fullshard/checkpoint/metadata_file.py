@@ -349,13 +349,16 @@ def _check_stored(
 
 
 def _properties(value: Any) -> TensorProperties:
-    if not _is_a(value, "TensorProperties") or type(value.state) is not tuple or len(value.state) != 5:
+    if not _is_a(value, "TensorProperties") or type(value.state) is not tuple or len(value.state) not in (5, 6):
         raise CheckpointError("a tensor has no properties")
-    dtype, layout, requires_grad, memory_format, pin_memory = value.state
+    dtype, layout, requires_grad, memory_format, pin_memory, *strides = value.state
     if type(dtype) is not _Global or dtype not in _DTYPES:
         raise CheckpointError("a tensor has an unknown dtype")
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise CheckpointError("a tensor has invalid properties")
+    for of_dims in strides:  # of the saved tensor since torch 2.15, not of the values in the file
+        if of_dims is not None:
+            _size(of_dims)
     return TensorProperties(
         dtype=_DTYPES[dtype],
         layout=_known(layout, _LAYOUT, _LAYOUTS),
