@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import on_new_ranks
+from shared_ranks import run_ranks as run_on_shared_ranks
 from small_models import torch_before
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -159,6 +160,33 @@ def test_a_unit_that_leaves_shared_memory_hides_no_graph_that_waits():
         stayer.residency.move(Slot(torch.device("cpu")))
     waiting.sum().backward()
     assert not stayer.slot.is_referenced
+
+
+@pytest.mark.parametrize("reason", ["a pending gather", "garbage"])
+def test_units_leave_shared_memory_although_one_rank_has_views_of_it(reason):
+    run_on_shared_ranks(2, unshard_all, reason)
+
+
+def unshard_all(reason: str) -> None:
+    """Unshard more units than a step needs at a time, while views of their memory exist on one rank only."""
+    model = nn.Sequential(*(fully_shard(nn.Linear(64, 64)) for _ in range(6)))
+    fully_shard(model)
+    for _ in range(3):
+        loss = model(torch.ones(2, 64)).sum()
+        loss.backward()
+    expected = [layer.weight.full_tensor() for layer in model]
+    output = model(torch.ones(2, 64))
+    if dist.get_rank() == 0 and reason == "garbage":
+        cycle: list[object] = [output]
+        cycle.append(cycle)
+        del cycle
+    del output, loss
+    if dist.get_rank() == 1 and reason == "a pending gather":
+        sleep(0.2)
+    handles = [layer.unshard(async_op=True) for layer in model]
+    for handle in handles:
+        handle.wait()
+    assert_same([layer.weight for layer in model], expected)
 
 
 # -- process groups that come and go ----------------------------------------------------------------------------------

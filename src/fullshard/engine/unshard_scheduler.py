@@ -161,4 +161,6 @@ class UnshardScheduler:
         if other is not None and other.residency.users == 0 and not held:
             self.reshard(other, Phase.IDLE)  # it was prefetched or kept, and can be gathered again
         if not unit.residency.memory.can_occupy:
+            if other is not None:  # a pending gather has views of the slot, and completes on each rank at its own time
+                other.residency.wait_unshard()
             self.slots.give_separate_memory(unit)

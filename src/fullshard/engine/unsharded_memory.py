@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -63,6 +64,8 @@ class UnshardedMemory:
 
     def move(self, slot: Slot, groups: Sequence[ParamGroup]) -> None:
         """Use `slot` instead of the current slot, which must not have views in a pending graph."""
+        if self.slot.is_referenced:
+            gc.collect()
         if self.slot.is_referenced:
             raise StateError(
                 f"{self._unit.name or 'the root'} and {getattr(self.slot.occupant, 'name', '') or 'the root'} "
