@@ -1,8 +1,9 @@
 """Runs of Ray Train on a cluster of several nodes on this machine, disturbed on purpose.
 
-    python ray_runs.py FOLDER
+    RAY_ADDRESS=... python ray_runs.py FOLDER
 
 Writes `FOLDER/NAME.jsonl` for each run: a line for each step that the first worker has done, and how many there were.
+`disturb` removes and adds nodes meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,47 +96,34 @@ def wait_for(path: Path, what: Callable[[dict[str, Any]], bool], patience_s: flo
         time.sleep(0.1)
 
 
-def main(folder: Path) -> None:
-    """A worker dies, then its node; and a run that has one or two workers, as there are nodes."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
-    second = cluster.add_node(num_cpus=1)
-    ray.init(address=cluster.address, log_to_driver=False)
-
-    fixed = start(folder, "fixed", 2, dies=True)
+def disturb(cluster: Cluster, folder: Path) -> None:
+    """Replace a node of the first run after a worker has died, and take a node away from the second run for a while."""
     wait_for(folder / "fixed.jsonl", lambda line: line["step"] == NODE_DIES_AT)
-    cluster.remove_node(second, allow_graceful=False)
+    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     (folder / "fixed.replaced").touch()
     second = cluster.add_node(num_cpus=1)
-    fixed.join()
 
-    elastic = start(folder, "elastic", (1, 2), grows=True)
     wait_for(folder / "elastic.jsonl", lambda line: line["world"] == 2)
     cluster.remove_node(second, allow_graceful=False)
     (folder / "elastic.replaced").touch()
     wait_for(folder / "elastic.jsonl", lambda line: line["world"] == 1)
     cluster.add_node(num_cpus=1)
-    elastic.join()
-
-    ray.shutdown()
-    cluster.shutdown()
 
 
-def start(folder: Path, name: str, workers: Any, *, dies: bool = False, grows: bool = False) -> threading.Thread:
-    """Start a run in a thread and return the thread."""
+def run(folder: Path, name: str, workers: Any, *, dies: bool = False, grows: bool = False) -> None:
+    """Train until all steps are done."""
     config = {"lines": str(folder / f"{name}.jsonl"), "dies": dies, "grows": grows}
-    trainer = TorchTrainer(
+    TorchTrainer(
         train,
         train_loop_config=config,
         scaling_config=ScalingConfig(num_workers=workers, elastic_resize_monitor_interval_s=1),
         run_config=RunConfig(
             name=name, storage_path=str(folder / "storage"), failure_config=FailureConfig(max_failures=4)
         ),
-    )
-    thread = threading.Thread(target=trainer.fit)
-    thread.start()
-    return thread
+    ).fit()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    ray.init(log_to_driver=False)
+    run(Path(sys.argv[1]), "fixed", 2, dies=True)
+    run(Path(sys.argv[1]), "elastic", (1, 2), grows=True)

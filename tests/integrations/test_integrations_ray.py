@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,24 @@ QUICK = {
 }
 
 
-def run_by_itself(*command: str) -> str:
-    """Return the output of a command that creates its own Ray cluster."""
-    environment = {**os.environ, **QUICK, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=560, check=False
-    )
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """One cluster for all commands: a head without cores, and two nodes with one each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**QUICK, "OMP_NUM_THREADS": "1"}.items():
+            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)]))
+        made = ray_runs.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        for _ in range(2):
+            made.add_node(num_cpus=1)
+        patch.setenv("RAY_ADDRESS", made.address)
+        yield made
+        made.shutdown()
+
+
+def output_of(*command: str) -> str:
+    """Return the output of a command that uses the cluster."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 
@@ -51,10 +63,13 @@ def expected():
 
 
 @pytest.fixture(scope="module")
-def disturbed(tmp_path_factory):
+def disturbed(cluster, tmp_path_factory):
     """The lines of each run, on a cluster that loses a worker, and nodes, and gets others."""
     folder = tmp_path_factory.mktemp("ray")
-    run_by_itself(ray_runs.__file__, str(folder))
+    with ThreadPoolExecutor() as pool:
+        runs = pool.submit(output_of, ray_runs.__file__, str(folder))
+        ray_runs.disturb(cluster, folder)
+        runs.result()
     return {name: ray_runs.lines_of(folder / f"{name}.jsonl") for name in ("fixed", "elastic")}
 
 
@@ -75,7 +90,7 @@ def test_fewer_and_more_workers_learn_the_same(disturbed, expected):
 
 
 def test_the_example_learns_from_rows_of_ray_data(tmp_path):
-    stated = run_by_itself(str(EXAMPLES / "digits.py"), "--workers", "2", "--epochs", "2", "--storage", str(tmp_path))
+    stated = output_of(str(EXAMPLES / "digits.py"), "--workers", "2", "--epochs", "2", "--storage", str(tmp_path))
     reported = ast.literal_eval(stated.strip().splitlines()[-1])
     assert reported["epoch"] == 1
     assert reported["loss"] < 1.5
@@ -83,7 +98,7 @@ def test_the_example_learns_from_rows_of_ray_data(tmp_path):
 
 def test_tune_finds_the_better_learning_rate(tmp_path):
     arguments = ("--workers", "1", "--epochs", "1", "--rates", "1e-6", "3e-3", "--storage", str(tmp_path))
-    stated = run_by_itself(str(EXAMPLES / "learning_rates.py"), *arguments)
+    stated = output_of(str(EXAMPLES / "learning_rates.py"), *arguments)
     best = ast.literal_eval(stated.strip().splitlines()[-1])
     assert best["lr"] == 3e-3
     assert best["loss"] < 2
@@ -95,7 +110,7 @@ def test_the_trainer_runs_on_ray_with_the_numbers_of_any_launcher(tmp_path):
     losses = []
     for name, on in (("ray", ("--on", "ray", "--checkpoint-every", "2")), ("here", ())):
         out = tmp_path / name
-        run_by_itself("-m", "fullshard.cli", "train", *options, *few, *on, "--out", str(out))
+        output_of("-m", "fullshard.cli", "train", *options, *few, *on, "--out", str(out))
         losses.append([line["loss"] for line in lines_of(out) if line["kind"] == "step"])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
