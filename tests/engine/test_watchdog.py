@@ -1,6 +1,7 @@
 """A job with ranks that would wait forever ends and reports the lost rank or the progress of all ranks."""
 
 import ast
+import json
 import os
 import re
 import signal
@@ -8,10 +9,11 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
@@ -37,30 +39,36 @@ from fullshard.liveness.watchdog import EXIT_CODE, _Board, _Question, is_deadloc
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing import run_ranks
 
+SOURCE = Path(fullshard.__file__).parent
 WORLD = 3
 KILLED = 137 - 128
 IN_RING = "time.sleep(2); "  # until the ring is closed
 
-# One process imports the modules that all ranks need, and prints their process ids and exit codes.
+# One process imports the modules that all ranks need. For each run it forks them, and prints their process ids and exit
+# codes.
 FORKS = """
-import os, sys
+import json, os, sys
 from pathlib import Path
 import torch, torch._dynamo, fullshard
 
-folder, ranks = Path(sys.argv.pop(1)), []
-for rank in range(int(os.environ["WORLD_SIZE"])):
-    ranks.append(os.fork())
-    if not ranks[-1]:
-        os.environ["RANK"] = str(rank)
-        with (folder / str(rank)).open("w") as log:
-            os.dup2(log.fileno(), 2)
-        break
-else:
-    print(*ranks, flush=True)
-    for _ in ranks:
-        ended, status = os.wait()
-        print(ranks.index(ended), os.waitstatus_to_exitcode(status), flush=True)
+def start_as_a_rank():
+    for line in sys.stdin:
+        folder, environment, *sys.argv[1:] = json.loads(line)
+        ranks = []
+        for rank in range(int(environment["WORLD_SIZE"])):
+            ranks.append(os.fork())
+            if not ranks[-1]:
+                os.environ.update(environment, RANK=str(rank))
+                with (Path(folder) / str(rank)).open("w") as log:
+                    os.dup2(log.fileno(), 2)
+                return
+        print(*ranks, flush=True)
+        for _ in ranks:
+            ended, status = os.wait()
+            print(ranks.index(ended), os.waitstatus_to_exitcode(status), flush=True)
     sys.exit()
+
+start_as_a_rank()
 """
 
 # Rank 1 executes the given actions before some steps, while the others continue.
@@ -119,20 +127,28 @@ with here.waiting("all_gather", Origin("0", Phase.FORWARD, 1)):
 """
 
 
-def run(action: str, setting: str = "", *, steps: str = "6", destinations: str = "") -> list[Ended]:
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[..., list[Ended]]]:
+    """See `run_on`."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE.parent)}
+    command = [sys.executable, "-c", FORKS + SCRIPT]
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        yield partial(run_on, launcher)
+    assert launcher.returncode == 0
+
+
+def run_on(
+    launcher: subprocess.Popen[str], action: str, setting: str = "", *, steps: str = "6", destinations: str = ""
+) -> list[Ended]:
     """How each of three ranks ended. At `steps` rank 1 takes `action`, and the others do what `destinations` says."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
-    options = [action, setting, steps, destinations]
-    common["PYTHONPATH"] = str(Path(fullshard.__file__).parents[1])
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", FORKS + SCRIPT, folder, *options]
-        with subprocess.Popen(command, env={**os.environ, **common}, stdout=subprocess.PIPE, text=True) as launcher:
-            ranks = [int(pid) for pid in launcher.stdout.readline().split()]
-            ends = await_ends(ranks, launcher.stdout)
-        assert launcher.returncode == 0
+        print(json.dumps([folder, environ, action, setting, steps, destinations]), file=launcher.stdin, flush=True)
+        ranks = [int(pid) for pid in launcher.stdout.readline().split()]
+        ends = await_ends(ranks, launcher.stdout)
         return [Ended(*ends[rank], stated=(Path(folder) / str(rank)).read_text()) for rank in range(WORLD)]
 
 
@@ -144,7 +160,7 @@ def await_ends(ranks: list[int], reported: Iterable[str]) -> dict[int, tuple[int
     ended = [Event() for _ in ranks]
 
     def follow() -> None:
-        for line in reported:
+        for line in islice(reported, len(ranks)):
             rank, code = map(int, line.split())
             ends[rank] = code, monotonic()
             ended[rank].set()
@@ -172,7 +188,7 @@ def await_ends(ranks: list[int], reported: Iterable[str]) -> dict[int, tuple[int
     ],
     ids=["killed", "raised", "ended"],
 )
-def test_ranks_that_wait_for_a_lost_one_state_which_and_where(action, code, how):
+def test_ranks_that_wait_for_a_lost_one_state_which_and_where(run, action, code, how):
     """An exception on one rank only is, for the others, the loss of that rank."""
     first, lost, last = run(IN_RING + action)
     assert lost.code == code
@@ -185,7 +201,7 @@ def test_ranks_that_wait_for_a_lost_one_state_which_and_where(action, code, how)
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_notice_a_loss_are_ended():
+def test_ranks_that_do_not_notice_a_loss_are_ended(run):
     first, lost, last = run(IN_RING + "os.kill(os.getpid(), signal.SIGKILL)", destinations=UNAWARE)
     for rank, end in ((0, first), (2, last)):
         assert end.code == EXIT_CODE
@@ -211,6 +227,13 @@ dist.broadcast_object_list(folder)
 folder = folder[0]
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+OUTLIVES = """
+pids = [0] * dist.get_world_size()
+dist.all_gather_object(pids, os.getpid())
+def outlive(pid):
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.1)
+"""
 
 
 def check_lost(ends: list[Ended], places: dict[int, str]) -> None:
@@ -224,14 +247,14 @@ def check_lost(ends: list[Ended], places: dict[int, str]) -> None:
         assert places.get(rank, "") in end.stated
 
 
-def test_a_loss_ends_ranks_that_wait_to_save():
+def test_a_loss_ends_ranks_that_wait_to_save(run):
     """Before they make the process group of the first save, whose store would let them wait for 30 minutes."""
     ends = run(IN_RING + KILL, SAVES, destinations="start_save()")
     check_lost(ends, dict.fromkeys((0, 2), "was in async_save"))
 
 
 @pytest.mark.slow
-def test_a_loss_ends_ranks_whose_save_waits_in_the_background():
+def test_a_loss_ends_ranks_whose_save_waits_in_the_background(run):
     """Either the program waits for the save, or it has ended and Python waits for the thread."""
     action = "pending = start_save(hangs=True); time.sleep(1); " + KILL
     others = "pending = start_save()\nif dist.get_rank() == 0:\n    pending.wait()\nelse:\n    sys.exit()"
@@ -243,14 +266,14 @@ def test_a_loss_ends_ranks_whose_save_waits_in_the_background():
 
 
 @pytest.mark.slow
-def test_a_loss_ends_ranks_that_gather_a_parameter():
-    whole = "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else time.sleep(20)"
-    first, lost, _ = run(IN_RING + KILL, destinations=whole)
+def test_a_loss_ends_ranks_that_gather_a_parameter(run):
+    whole = "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else outlive(pids[0])"
+    first, lost, _ = run(IN_RING + KILL, OUTLIVES, destinations=whole)
     assert lost.code == -KILLED
     assert first.code in (1, EXIT_CODE)
 
 
-def test_a_parameter_that_one_rank_gathers_alone_is_reported_early():
+def test_a_parameter_that_one_rank_gathers_alone_is_reported_early(run):
     """It is reported like a barrier that other ranks do not reach."""
     alone = "threading.Timer(6.5, lambda: os._exit(9)).start()\n"
     whole = alone + "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else dist.barrier()"
@@ -287,7 +310,6 @@ WAITS_KNOWN = {
     **dict.fromkeys(("testing", "report/watching.py"), "own processes and threads"),
 }
 STORE = re.compile(r"(^|[._])store$")
-SOURCE = Path(fullshard.__file__).parent
 
 
 def waits_in(path: Path) -> list[str]:
@@ -371,7 +393,7 @@ for unit in "012":
 """
 
 
-def test_a_collective_that_takes_long_is_reported_once_and_the_job_goes_on():
+def test_a_collective_that_takes_long_is_reported_once_and_the_job_goes_on(run):
     """A look that fails is not the last one, and a GPU that cannot be asked is all that is not watched: told once."""
     late = "await_reports(1) or time.sleep(2) if step == 4 else await_reports(2)"
     ends = run(late, FAILS + "set_collective_timeout(60, report_after=1)", steps="4 6")
@@ -402,7 +424,7 @@ threading.Timer(3, go).start()
 
 
 @pytest.mark.slow
-def test_a_store_that_is_gone_is_reported_once_and_long_waits_are_reported_still():
+def test_a_store_that_is_gone_is_reported_once_and_long_waits_are_reported_still(run):
     ends = run("time.sleep(9)", STORE_GOES + "set_collective_timeout(60, report_after=5)")
     assert [end.code for end in ends] == [0] * WORLD
     for end in ends:
@@ -413,7 +435,7 @@ def test_a_store_that_is_gone_is_reported_once_and_long_waits_are_reported_still
 
 
 @pytest.mark.slow
-def test_a_rank_that_takes_its_time_in_the_first_step_is_neither_reported_nor_ends_the_job():
+def test_a_rank_that_takes_its_time_in_the_first_step_is_neither_reported_nor_ends_the_job(run):
     """Ranks may compile there."""
     ends = run("time.sleep(5)", "set_collective_timeout(2, report_after=1)", steps="1")
     assert [(end.code, end.stated) for end in ends] == [(0, "")] * WORLD
@@ -437,7 +459,9 @@ GROUP = (GROUP_TIMEOUT, "4 s", "give init_process_group a longer timeout")
     ids=["busy", "stopped", "by the group's time"],
 )
 @pytest.mark.slow
-def test_a_collective_that_takes_too_long_ends_all_and_reports_where_each_is(action, answer, setting, limit, advice):
+def test_a_collective_that_takes_too_long_ends_all_and_reports_where_each_is(
+    run, action, answer, setting, limit, advice
+):
     """After the given time, or before the process group times out."""
     ends = run(action, setting)
     waiting = [ends[0], ends[2]]
@@ -494,7 +518,7 @@ def test_ranks_that_all_wait_for_long_and_not_for_the_same_are_split(answers):
     store.close()
 
 
-def test_a_barrier_that_other_ranks_do_not_reach_is_reported_early():
+def test_a_barrier_that_other_ranks_do_not_reach_is_reported_early(run):
     """Such as after uneven numbers of batches."""
     alone = "import threading; threading.Timer(5.5, lambda: os._exit(9)).start(); dist.barrier()"
     ends = run(alone, "import fullshard.liveness.watchdog as watchdog; watchdog._EARLY_S = 2.2")
