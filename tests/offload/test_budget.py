@@ -8,14 +8,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import on_ranks, run_ranks
+from shared_ranks import on_ranks
 from small_models import batch, chain, inputs, loss_of, my_part, small_gpt, take_step, trained, wholes
 from test_offload_to_disk import on_the_disk, states_of
 from torch import Tensor, nn
@@ -61,6 +60,15 @@ def test_the_least_that_fits_is_chosen_and_the_cheapest_tier_is_used_up_first(bu
         assert needed + freed[tier.what] - max(less, 0) > budget
 
 
+small_chunks = mock.patch.object(on_disk, "CHUNK_NBYTES", 4096)
+
+
+def small_windows(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a test of activations and units that are small enough to be run."""
+    smallest = mock.patch.object(activations, "SMALLEST_BYTES", 1)
+    return smallest(mock.patch.object(offloaded, "WINDOW_BYTES", 4096)(test))
+
+
 def build(policy: Offload | None, strategy: str = "zero3") -> Any:
     model = small_gpt(4)
     for block in model.blocks:
@@ -104,33 +112,32 @@ def shares_on_disk(model: Any) -> list[float]:
     return [item.get("disk", 0.0) for item in (policy.optimizer, policy.activations, policy.parameters)]
 
 
-def choose(folder: Path) -> None:
-    activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
-    offloaded.WINDOW_BYTES = 4096
-    for strategy, make, microbatches in (("zero3", adamw, 1), ("zero2", momentum, 2), ("ddp", adamw, 1)):
-        expected, _ = learn(build(None, strategy), make, microbatches)
-        with pytest.raises(ConfigError, match="a rank needs") as refused:
-            learn(build(Offload(budget=1000, folder=folder), strategy), make, microbatches)
-        least, most = map(int, re.search(r"at least (\d+) bytes .*\((\d+) with nothing", str(refused.value)).groups())
-        before: list[float] = [2.0, 2.0, 2.0]
-        for budget in (least, (least + most) // 2, most):
-            model = build(Offload(budget=budget, folder=folder), strategy)
-            left, peak = learn(model, make, microbatches)
-            assert_same(left, expected, name=f"{strategy}, {budget} of {least} to {most}")
-            assert peak <= budget, (strategy, budget, least, most, peak)
-            shares = shares_on_disk(model)
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, shares)
-            assert all(item == shares for item in every)
-            assert all(now <= then for now, then in zip(shares, before, strict=True)), (strategy, budget, shares)
-            assert not shares[1] or shares[0] == 1, "states go first"
-            assert not shares[2] or shares[:2] == [1, 1], "shards go last"
-            before = shares
-        assert before == [0, 0, 0], "nothing is offloaded if everything fits"
-
-
-def test_a_budget_is_kept_with_the_least_offloaded_and_changes_no_bit(tmp_path):
-    run_ranks(2, choose, tmp_path, timeout=200)
+@pytest.mark.parametrize(
+    ("strategy", "make", "microbatches"), [("zero3", adamw, 1), ("zero2", momentum, 2), ("ddp", adamw, 1)]
+)
+@on_ranks(2, timeout=100)
+@small_windows
+@small_chunks
+def test_a_budget_is_kept_with_the_least_offloaded_and_changes_no_bit(tmp_path, strategy, make, microbatches):
+    expected, _ = learn(build(None, strategy), make, microbatches)
+    with pytest.raises(ConfigError, match="a rank needs") as refused:
+        learn(build(Offload(budget=1000, folder=tmp_path), strategy), make, microbatches)
+    least, most = map(int, re.search(r"at least (\d+) bytes .*\((\d+) with nothing", str(refused.value)).groups())
+    before: list[float] = [2.0, 2.0, 2.0]
+    for budget in (least, (least + most) // 2, most):
+        model = build(Offload(budget=budget, folder=tmp_path), strategy)
+        left, peak = learn(model, make, microbatches)
+        assert_same(left, expected, name=f"{strategy}, {budget} of {least} to {most}")
+        assert peak <= budget, (strategy, budget, least, most, peak)
+        shares = shares_on_disk(model)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, shares)
+        assert all(item == shares for item in every)
+        assert all(now <= then for now, then in zip(shares, before, strict=True)), (strategy, budget, shares)
+        assert not shares[1] or shares[0] == 1, "states go first"
+        assert not shares[2] or shares[:2] == [1, 1], "shards go last"
+        before = shares
+    assert before == [0, 0, 0], "nothing is offloaded if everything fits"
 
 
 def layers(policy: Offload | None, **options: Any) -> Any:
@@ -177,11 +184,11 @@ def learn_layers(
     ],
 )
 @on_ranks(2, timeout=100)
+@small_windows
+@small_chunks
 def test_as_few_units_as_needed_are_offloaded_to_disk_if_states_and_activations_are_not_enough(
     tmp_path, strategy, microbatches, max_norm
 ):
-    activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
-    offloaded.WINDOW_BYTES = 4096
     loop = {"microbatches": microbatches, "max_norm": max_norm, "options": {"strategy": strategy}}
     plain, expected, _ = learn_layers(None, **loop)
     nbytes = [unit.whole_nbytes for unit in units_in(plain)]
@@ -326,10 +333,10 @@ def test_weights_that_lost_their_tie_are_refused_before_units_move(tmp_path):
 
 
 @on_ranks(2)
+@small_windows
+@small_chunks
 def test_checkpoints_are_of_no_budget(tmp_path):
     """Save shards of a budget from the disk into a checkpoint, and load them to it. Training continues unchanged."""
-    activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
-    offloaded.WINDOW_BYTES = 4096
     with pytest.raises(ConfigError, match="a rank needs") as refused:
         learn_layers(Offload(budget=1000, folder=tmp_path), 1, None, {})
     least, most = needed(refused)
@@ -373,9 +380,10 @@ def learn_more(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> li
 
 
 @on_ranks(2)
+@mock.patch.object(activations, "SMALLEST_BYTES", 1)
+@small_chunks
 def test_states_that_were_loaded_before_the_first_step_are_where_the_budget_has_them(tmp_path):
     """States that are loaded before anything is chosen go to the disk, and back as far as is chosen then."""
-    activations.SMALLEST_BYTES, on_disk.CHUNK_NBYTES = 1, 4096
     first = build(None)
     optimizer = adamw(trained(first))
     learn_more(first, optimizer, range(2))
@@ -393,16 +401,6 @@ def test_states_that_were_loaded_before_the_first_step_are_where_the_budget_has_
 # -- with an accelerator ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    _shrink(monkeypatch.setattr)
-
-
-def _shrink(setattr: Callable[[Any, str, int], None]) -> None:
-    setattr(activations, "SMALLEST_BYTES", 1)
-    setattr(offloaded, "WINDOW_BYTES", 4096)
-
-
 def needed(refused: Any) -> tuple[int, int]:
     """Return the bytes with everything offloaded, and with nothing."""
     found = re.search(r"at least (\d+) bytes .*\((\d+) with nothing.*Give budget=(\d+), ", str(refused.value))
@@ -416,9 +414,9 @@ def on_the_cpu(model: Any) -> list[bool]:
     return [unit.shards.destination is StatePlacement.STEPPED_ON_CPU for unit in units_in(model)]
 
 
-@pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
+@small_windows
 def test_with_an_accelerator_only_the_necessary_states_are_offloaded_to_the_cpu(strategy, microbatches):
     made: list[Any] = []
 
@@ -456,7 +454,7 @@ def test_with_an_accelerator_only_the_necessary_states_are_offloaded_to_the_cpu(
     assert not any(before)
 
 
-@pytest.mark.usefixtures("small_windows")
+@small_windows
 def test_one_byte_less_offloads_one_more_unit():
 
     def peak(policy: Offload) -> int:
@@ -499,8 +497,8 @@ def learn_alongside(policy: Offload | None, strategy: str, microbatches: int = 1
     ],
 )
 @on_ranks(2)
+@small_windows
 def test_units_loaded_from_the_cpu_change_no_bit(strategy, loop):
-    _shrink(setattr)
     _, expected = learn_alongside(None, strategy, **loop)
     with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
         learn_alongside(Offload(budget=1000), strategy, **loop)
@@ -519,9 +517,9 @@ def test_units_loaded_from_the_cpu_change_no_bit(strategy, loop):
 
 
 @on_ranks(2)
+@small_windows
 def test_states_that_were_loaded_are_in_the_memory_that_steps_them(tmp_path):
     """Load states before placements are chosen. They follow their units from the first step."""
-    _shrink(setattr)
     first = build(None)
     optimizer = torch.optim.AdamW(trained(first), fused=True)
     learn_more(first, optimizer, range(2))
@@ -597,7 +595,6 @@ def reported_of_host(refused: Any) -> tuple[int, int, int]:
     return requested, room, budget
 
 
-@pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize(
     ("strategy", "microbatches", "with_folder"),
     [
@@ -606,8 +603,9 @@ def reported_of_host(refused: Any) -> tuple[int, int, int]:
         pytest.param("zero2", 2, True, marks=pytest.mark.slow),
     ],
 )
-def test_no_more_goes_to_the_cpu_than_the_host_has_room_for(tmp_path, monkeypatch, strategy, microbatches, with_folder):
-    monkeypatch.setattr(on_disk, "CHUNK_NBYTES", 4096)
+@small_windows
+@small_chunks
+def test_no_more_goes_to_the_cpu_than_the_host_has_room_for(tmp_path, strategy, microbatches, with_folder):
     tape_of = partial(layers_tape, strategy=strategy, microbatches=microbatches)
     with pytest.raises(ConfigError, match="a rank needs") as refused:
         tape_of(1000)
@@ -662,9 +660,9 @@ def every_ranks(own: Any) -> list[Any]:
     ("strategy", "room"), [("zero3", 1_600_000), pytest.param("ddp", 2_800_000, marks=pytest.mark.slow)]
 )
 @on_ranks(2)
+@small_windows
+@small_chunks
 def test_ranks_go_by_the_host_with_the_least_room_and_no_bit_changes(tmp_path, strategy, room):
-    _shrink(setattr)
-    on_disk.CHUNK_NBYTES = 4096
     _, expected = learn_with_room(None, strategy)
     with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
         learn_with_room(Offload(budget=1000), strategy)
@@ -690,8 +688,8 @@ def test_ranks_go_by_the_host_with_the_least_room_and_no_bit_changes(tmp_path, s
 
 
 @on_ranks(2)
+@small_chunks
 def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
-    on_disk.CHUNK_NBYTES = 4096
     model = build(Offload(optimizer={"disk": 1.0}, folder=tmp_path / "scratch"))
     optimizer = adamw(trained(model))
     with fullshard.report(model, tmp_path / "run"):
