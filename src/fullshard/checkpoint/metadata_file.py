@@ -356,16 +356,18 @@ def _properties(value: Any) -> TensorProperties:
         raise CheckpointError("a tensor has an unknown dtype")
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise CheckpointError("a tensor has invalid properties")
-    for of_dims in strides:  # of the saved tensor since torch 2.15, not of the values in the file
-        if of_dims is not None:
-            _size(of_dims)
-    return TensorProperties(
+    if strides and strides[0] is not None:
+        _size(strides[0])
+    made = TensorProperties(
         dtype=_DTYPES[dtype],
         layout=_known(layout, _LAYOUT, _LAYOUTS),
         requires_grad=requires_grad,
         memory_format=_known(memory_format, _MEMORY_FORMAT, dict(enumerate(_MEMORY_FORMATS))),
         pin_memory=pin_memory,
     )
+    if strides and hasattr(made, "strides"):  # since torch 2.15
+        made.strides = strides[0]
+    return made
 
 
 def _known(value: Any, kind: _Global, values: Mapping[Any, T]) -> T:

@@ -64,6 +64,8 @@ class PipelineStage(pipelining.PipelineStage):
         """Free the parameters that the strategy does not keep for backward, until the next visit to the stage."""
         for runtime in self._runtimes:
             runtime.manual_driver.reshard_all()
+        if not self.has_backward:  # nothing else ends a stage in `eval` since torch 2.15
+            self._end(had_backward=False)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """See torch's `PipelineStage`."""
