@@ -43,7 +43,7 @@ from fullshard.tape.recorder import Event, Origin, Phase, active
 T = TypeVar("T")
 
 _FIRST_TAG = 1 << 24  # far from the tags of users' own messages, which are small
-_FIRST_TAG_OF_CHANNELS = 1 << 25  # far from the tags that constructors reserve
+_FIRST_TAG_IN_CALLS = 1 << 30  # far from the tags that are reserved before calls
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +80,7 @@ class Collectives(GroupProgress, ABC):
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self._next_tag = _FIRST_TAG
-        self._next_tag_of_channels = _FIRST_TAG_OF_CHANNELS
-        self._called: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._next_tag_in_calls = _FIRST_TAG_IN_CALLS
         self._channels: dict[str, Channel] = {}
         self._uncompared: deque[Callable[[], list[bytes]]] = deque()  # fingerprints, in the order of the collectives
         self._linked: weakref.WeakSet[Collectives] = weakref.WeakSet()
@@ -106,15 +105,14 @@ class Collectives(GroupProgress, ABC):
             self._channels[purpose] = self.channel(tensors, variants=variants)
         return self._channels[purpose]
 
-    def _reserve_tags(self, count: int) -> int:
-        """Reserve `count` unique tags of this group, and return the first one. For constructors of subclasses."""
+    def reserve_tags(self, count: int) -> int:
+        """Reserve `count` unique tags of this group, and return the first one. Ranks must do so in the same order."""
         tag, self._next_tag = self._next_tag, self._next_tag + count
         return tag
 
-    def reserve_tags_for(self, channel: Channel, count: int) -> int:
-        """Reserve `count` unique tags of this group for `channel`, and return the first one."""
-        self._called.add(channel)
-        tag, self._next_tag_of_channels = self._next_tag_of_channels, self._next_tag_of_channels + count
+    def reserve_tags_in_call(self, count: int) -> int:
+        """Reserve tags like `reserve_tags` in a call, which may fail on some ranks before it does so."""
+        tag, self._next_tag_in_calls = self._next_tag_in_calls, self._next_tag_in_calls + count
         return tag
 
     def rank_shared_storages(self, sizes: Sequence[int], plan: str | None) -> list[torch.UntypedStorage] | None:
@@ -144,10 +142,6 @@ class Collectives(GroupProgress, ABC):
         self._uncompared.clear()
         self.unsent.clear()
         self.started = 0
-        for channel in self._called:  # some ranks may have called more channels
-            channel.forget_tags()
-        self._called.clear()
-        self._next_tag_of_channels = _FIRST_TAG_OF_CHANNELS
 
     def close(self) -> None:
         """Close resources that were opened for the process group, which no longer exists."""
@@ -372,8 +366,8 @@ class Collectives(GroupProgress, ABC):
 class Channel(Transport):
     """Messages for one purpose over a process group, with tags that no other channel uses.
 
-    The tags are reserved in the first call. Ranks make calls in the same order, but some may create more channels, for
-    a model that they do not use.
+    Some ranks may create more channels than others, for a model that they do not use. So tags are reserved later: by
+    `reserve_tags` once the ranks have compared their models, or in the first call.
 
     Args:
         collectives: The collectives of the process group.
@@ -391,11 +385,12 @@ class Channel(Transport):
 
     @cached_property
     def _first_tag(self) -> int:
-        return self.collectives.reserve_tags_for(self, self._tags * self._variants)
+        return self.collectives.reserve_tags_in_call(self._tags * self._variants)
 
-    def forget_tags(self) -> None:
-        """Reserve other tags in the next call. Pending messages keep theirs."""
-        vars(self).pop("_first_tag", None)
+    def reserve_tags(self) -> None:
+        """Reserve the tags, unless this is done. Ranks must do so in the same order."""
+        if "_first_tag" not in vars(self):
+            self._first_tag = self.collectives.reserve_tags(self._tags * self._variants)
 
     def variant(self, text: str) -> Channel:
         """Return the channel for the variant `text` of messages; an empty text is the normal variant.

@@ -36,9 +36,9 @@ class PairwiseCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._scratch = Pool(torch.device("cpu"))
-        self._fingerprint_tag = self._reserve_tags(_FINGERPRINT_TAGS)
+        self._fingerprint_tag = self.reserve_tags(_FINGERPRINT_TAGS)
         self._fingerprints = 0
-        self._last_tag = self._reserve_tags(1)
+        self._last_tag = self.reserve_tags(1)
         self._connections: Any = group  # torch does not annotate send and recv of renewed connections
         self._renewals = 0
         self._waits_for_messages = False

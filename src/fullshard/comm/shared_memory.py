@@ -61,8 +61,8 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self._connect_tag = self._reserve_tags(2)
-        self._plan_tag = self._reserve_tags(1)
+        self._connect_tag = self.reserve_tags(2)
+        self._plan_tag = self.reserve_tags(1)
         self._fingerprint = b""  # sent with the collective that is being started
         self._started = 0  # number of collectives, which identifies messages and is equal on all ranks
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fullshard.comm.collectives import Collectives
+from fullshard.comm.collectives import Channel, Collectives
 from fullshard.comm.mesh import Axes, subgroup
 from fullshard.comm.routes import collectives_for
 from fullshard.comm.transport import Gathers, Sums, Transport
@@ -68,38 +69,51 @@ class GroupTransports:
     replicas: Sums | None  # over the replicate axis
     two_level_sums: TwoLevelSums | None  # replaces `sums` if gradients are grouped
     scratch: Pool
+    channels: Sequence[Channel]
 
     @classmethod
     def bind(cls, plan: GroupPlan, collectives: AxesCollectives) -> GroupTransports:
-        """Create the channels of a group. Ranks must create their groups in the same order."""
+        """Create the channels of a group."""
+        channels: list[Channel] = []
+
+        def channel(over: Collectives, tensors: int, variants: int = 1) -> Channel:
+            channels.append(over.channel(tensors, variants=variants))
+            return channels[-1]
+
         messages = len(plan.layout.in_place) + 1
         gather_wire = plan.contract.gather_wire if plan.shards_optimizer else None
         reduce_wire, scratch = plan.contract.reduce_wire, collectives.scratch
         gathers: Gathers
         if plan.gathers_in_two_levels:
             assert collectives.across is not None and collectives.within is not None
-            across = _gathers_encoded_as(gather_wire, collectives.across.channel(messages), scratch)
-            within = collectives.within.channel(messages * collectives.across.world)
+            across = _gathers_encoded_as(gather_wire, channel(collectives.across, messages), scratch)
+            within = channel(collectives.within, messages * collectives.across.world)
             gathers = TwoLevelGathers(across, within, scratch)
         else:
-            gathers = _gathers_encoded_as(gather_wire, collectives.shard.channel(plan.gather_messages), scratch)
+            gathers = _gathers_encoded_as(gather_wire, channel(collectives.shard, plan.gather_messages), scratch)
         two_level_sums = None
         if plan.sums_in_two_levels:
             assert collectives.across is not None and collectives.within is not None
             two_level_sums = TwoLevelSums(
-                _sums_encoded_as(reduce_wire, collectives.across.channel(messages, variants=_FEW_VARIANTS), scratch),
-                collectives.within.channel(messages * collectives.across.world, variants=_FEW_VARIANTS),
+                _sums_encoded_as(reduce_wire, channel(collectives.across, messages, _FEW_VARIANTS), scratch),
+                channel(collectives.within, messages * collectives.across.world, _FEW_VARIANTS),
                 scratch,
             )
         return cls(
             gathers,
-            _sums_encoded_as(reduce_wire, collectives.shard.channel(messages, variants=_VARIANTS), scratch),
+            _sums_encoded_as(reduce_wire, channel(collectives.shard, messages, _VARIANTS), scratch),
             None
             if collectives.replicate is None
-            else _sums_encoded_as(reduce_wire, collectives.replicate.channel(messages, variants=_VARIANTS), scratch),
+            else _sums_encoded_as(reduce_wire, channel(collectives.replicate, messages, _VARIANTS), scratch),
             two_level_sums,
             scratch,
+            channels,
         )
+
+    def reserve_tags(self) -> None:
+        """Reserve the tags of all messages. Ranks must do so in the same order."""
+        for channel in self.channels:
+            channel.reserve_tags()
 
     @property
     def error_feedback_nbytes(self) -> int:

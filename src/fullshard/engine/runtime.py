@@ -65,6 +65,9 @@ class Runtime:
         drop_if_stale()  # drops state of an earlier default process group
         watch()
         check_ranks_agree(units)
+        for unit in units:
+            for param_group in unit.param_groups:
+                param_group.transports.reserve_tags()
         data_ranks = units[0].axes.ranks
         for number, unit in enumerate(units):
             unit.number, unit.runtime = number, self

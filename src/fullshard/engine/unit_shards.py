@@ -219,6 +219,8 @@ class UnitShards:
             bound = param_group.transports if is_same else GroupTransports.bind(plan, self._unit.collectives[plan.axes])
             if is_new:
                 bound.forget_errors()
+            if self._unit.runtime is not None:
+                bound.reserve_tags()
             self._unit.param_groups[i] = param_group.moved(plan, bound, region)
         slot.count_references(others)
         self._unit.residency.note_layout()
