@@ -753,6 +753,7 @@ NOT_MET = {
     "Residency.invalidate_if_stepped by UnshardScheduler.start_unshard": "it is sharded there; no gather is pending",
     "Residency.wait_unshard by ManualDriver.wait_for_all": "see `test_a_gather_is_repeated_after_the_write`",
     "Residency.wait_unshard by UnshardScheduler.unshard": "see `test_a_gather_is_repeated_after_the_write`",
+    "Residency.wait_unshard by UnshardScheduler._free_slot_for": "for the views of a gather; see `test_lifetime.py`",
     "Residency.finish_gather by Residency.finish_gather": "the method of a group",
     "UnitReduction.abandon by UnitReduction.abandon": "the method of a group's reduction",
     "UnitReduction.free_whole_grads by UnitReduction.free_whole_grads": "the method of a group's reduction",
