@@ -48,12 +48,12 @@ def plan_for(kind: Sequence[Source], options: ShardOptions, device: torch.device
     first = kind[0]
     contract = contract_for(options, first.view, first.param.dtype, first.grad_dtype, keeps_dtype=first.keeps_dtype)
     shapes, dims = [source.local.shape for source in kind], [source.dim for source in kind]
-    if not kind[0].sends_payloads:
-        return GroupPlan.of(shapes, dims, contract, options, kind[0].axes, device, memory)
-    plan = PayloadPlan.of(shapes, dims, contract, options, kind[0].axes, device, memory)
+    if not first.sends_payloads:
+        return GroupPlan.of(shapes, dims, contract, options, first.axes, device, memory)
+    plan = PayloadPlan.of(shapes, dims, contract, options, first.axes, device, memory)
     if not plan.shards_optimizer and contract.compute != contract.stored:
         raise ConfigError(
-            f"param_dtype={contract.compute}, but {kind[0].fqn}, a {type(kind[0].local).__name__}, is never gathered "
+            f"param_dtype={contract.compute}, but {first.fqn}, a {type(first.local).__name__}, is never gathered "
             f"(as under strategy='ddp'), so it cannot be cast from {contract.stored}. Leave param_dtype out, or "
             "choose a strategy that shards the optimizer state, such as 'zero1'."
         )
