@@ -19,7 +19,7 @@ TORCH      ?= 2.11.0
 TORCH_VENV := .venv-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train bench test test-all test-clusters test-torch gpu-check docs pictures dist browser charts lint format clean
+.PHONY: help venv train bench test test-all test-clusters test-torch test-memory gpu-check docs pictures dist browser charts lint format clean
 
 help:  ## list the targets
 	@echo 'fullshard: fully sharded data parallel training for PyTorch'
@@ -45,6 +45,12 @@ test-clusters: $(DEV)  ## the tests that start clusters on this machine
 
 test-torch: $(TORCH_VENV)/.installed  ## the quick tests with another torch: make test-torch TORCH=2.11.0
 	$(TORCH_VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
+
+# Without the compiler's libstdc++, AddressSanitizer ends a process at the first C++ exception.
+test-memory: $(DEV)  ## tests with AddressSanitizer, which needs gcc: make test-memory ARGS="tests/offload"
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so.6)" \
+	ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0:handle_segv=0:handle_abort=0:allocator_may_return_null=1 \
+	    $(BIN)/python -m pytest $(ARGS)
 
 docs: $(DOCS)  ## build the documentation into build/site; warnings are errors
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/site
