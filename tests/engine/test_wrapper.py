@@ -31,6 +31,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, LowPrecisionState
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
+from torch.distributed.fsdp import MixedPrecision as TorchPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Cut
 from torch.utils.checkpoint import checkpoint
@@ -422,6 +425,57 @@ def test_separate_classes_can_be_chosen():
     precision = MixedPrecision(param_dtype=BF16, _module_classes_to_ignore=())
     model = wrapped(Chain(), mixed_precision=precision).module
     assert not isinstance(model.layers[0].norm, FullyShardedDataParallel)
+
+
+class Norm(nn.Module):
+    """A norm that computes in the dtype of its inputs, with an output that is not a tensor."""
+
+    def __init__(self, parameters: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 48)) if parameters else 1.5
+
+    def forward(self, x: Tensor, count: int) -> tuple[Tensor, int]:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight, count + 1
+
+
+class Normed(nn.Module):
+    """Two norms between linear layers, which need inputs in the dtype of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.fixed, self.down = nn.Linear(48, 48), Norm(True), Norm(False), nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, count = self.norm(self.up(x), 0)
+        x, count = self.fixed(self.down(x), count)
+        assert count == 2
+        return self.down(x)
+
+
+@on_ranks(2)
+def test_separate_classes_compute_in_full_precision_as_in_torch():
+    """Their inputs are cast to full precision, and outputs back, so that the next layer gets what it would get."""
+
+    def losses(wrapper: Any, precision: Any, policy: Any, **options: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = wrapper(Normed(), auto_wrap_policy=policy, mixed_precision=precision, **options)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            x = inputs(step).requires_grad_()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            found += [loss.detach(), x.grad]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    for dtype in (BF16, torch.float16):
+        fields: Any = {"param_dtype": dtype, "reduce_dtype": F32, "_module_classes_to_ignore": (Norm,)}
+        ours = losses(FullyShardedDataParallel, MixedPrecision(**fields), ModuleWrapPolicy({Inner}))
+        options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+        with pytest.warns(UserWarning, match="mixed precision disabled"):
+            expected = losses(TorchWrapper, TorchPrecision(**fields), TorchPolicy({Inner}), **options)
+        assert_same(ours, expected)
 
 
 # -- prefetch ---------------------------------------------------------------------------------------------------------

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fullshard.engine.nested import map_tensors, tensors_in
 from fullshard.errors import ConfigError
 from fullshard.policy.arguments import check_flags, check_iterable
-from fullshard.policy.precision import MixedPrecisionPolicy, check_encoding, check_floating
+from fullshard.policy.precision import MixedPrecisionPolicy, check_encoding, check_floating, is_castable
+
+_INPUT_DTYPE = "_full_precision_input_dtype"
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,8 @@ class MixedPrecision:
         keep_low_precision_grads: Must be False: an optimizer sees gradients in the dtype of its parameters.
         cast_forward_inputs: Whether every unit casts its floating-point inputs to `param_dtype`.
         cast_root_forward_inputs: Whether the root casts its inputs if `cast_forward_inputs` is False.
-        _module_classes_to_ignore: Modules of these classes become separate units that compute in full precision.
+        _module_classes_to_ignore: Modules of these classes become separate units that compute in full precision. Their
+            inputs are cast to the dtype of their stored parameters, and their outputs back to the dtype of the inputs.
         gather_wire: See `MixedPrecisionPolicy`. Not in torch.
         reduce_wire: See `MixedPrecisionPolicy`. Not in torch.
 
@@ -65,3 +71,31 @@ class MixedPrecision:
         return MixedPrecisionPolicy(
             **{field.name: getattr(self, field.name) for field in fields(self) if field.name in shared}
         )
+
+
+def compute_in_full_precision(module: nn.Module) -> None:
+    """Cast positional inputs of `module` to the dtype of its parameters, and its outputs to the dtype of its inputs.
+
+    A module without floating-point parameters computes in float32.
+    """
+    if _INPUT_DTYPE not in vars(module):
+        vars(module)[_INPUT_DTYPE] = None
+        module.register_forward_pre_hook(_cast_inputs)
+        module.register_forward_hook(_cast_outputs)
+
+
+def _cast_inputs(module: nn.Module, args: Any) -> Any:
+    stored = (param.dtype for param in module.parameters() if is_castable(param.dtype))
+    full = next(stored, torch.float32)
+    given = [tensor.dtype for tensor in tensors_in(args) if is_castable(tensor.dtype) and tensor.dtype != full]
+    vars(module)[_INPUT_DTYPE] = given[-1] if given else None
+    return map_tensors(partial(_cast, full), args) if given else None
+
+
+def _cast_outputs(module: nn.Module, _: Any, output: Any) -> Any:
+    dtype = vars(module)[_INPUT_DTYPE]
+    return None if dtype is None else map_tensors(partial(_cast, dtype), output)
+
+
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if is_castable(tensor.dtype) else tensor

@@ -31,7 +31,7 @@ from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, 
 from fullshard.engine.unit import Unit
 from fullshard.engine.whole_methods import checked_methods
 from fullshard.errors import ConfigError, StateError
-from fullshard.fsdp1.precision import MixedPrecision
+from fullshard.fsdp1.precision import MixedPrecision, compute_in_full_precision
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.policy.arguments import check_callable, check_flags, check_iterable, check_type
 from fullshard.policy.offload import CPUOffload
@@ -204,6 +204,8 @@ class FullyShardedDataParallel(nn.Module):
             module, policy, ignored_modules=[*skipped, *wrapped], ignored_params=params, separate=separate
         )
         for child, overrides in chosen.items():
+            if isinstance(child, tuple(separate)):
+                compute_in_full_precision(child)
             parents = [parent._modules for parent in module.modules() if child in parent._modules.values()]
             wrapper = FullyShardedDataParallel(child, **{**options, **overrides})
             for children in parents:
