@@ -214,6 +214,12 @@ def run(program: Program, capture: Callable[[Any, Any], Any] | None, device: tor
             model.layers[0].scale = torch.full((), 1 + 0.01 * number, device=device)
         elif action == "hook":
             model.head.register_forward_pre_hook(lambda module, args: (args[0] * 0.9,))
+        elif action == "backward hook":
+            model.head.register_full_backward_hook(lambda module, grads, _: (grads[0] * 0.9,))
+        elif action == "gradient hook":
+            model.head.weight.register_post_accumulate_grad_hook(_halve_gradient)
+        elif action == "step hook":
+            optimizer.register_step_pre_hook(lambda optimizer, *_: _halve_gradient(model.head.weight))
         elif action == "unshard":
             model.layers[0].unshard()
         elif action == "backward":
@@ -225,6 +231,11 @@ def run(program: Program, capture: Callable[[Any, Any], Any] | None, device: tor
         with torch.autocast(device.type, torch.bfloat16, enabled=action == "autocast"):
             values.append(take(batch(number, rows)).detach().clone())
     return {"values": values, "weights": wholes(model)}
+
+
+def _halve_gradient(param: Tensor) -> None:
+    if param.grad is not None:
+        param.grad.mul_(0.5)
 
 
 def _copied(item: Any) -> Any:

@@ -195,9 +195,20 @@ TENSOR_HOOKS: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 """Return the hooks registered by `param.register_hook`; None or empty if there are none."""
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> Sequence[int]:
+    """Return the numbers of the hooks that are called before and after steps of `optimizer`, which are unique."""
+    return *optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a hook was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def module_hooks(module: torch.nn.Module) -> Sequence[int]:
+    """Return the numbers of the forward and backward hooks of `module`, which are unique."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return *before, *after, *module._backward_pre_hooks, *module._backward_hooks
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

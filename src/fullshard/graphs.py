@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from fullshard._compat import grad_hooks, module_hooks, step_hooks
 from fullshard.device.cuda_graph import CudaGraph
 from fullshard.engine.hooks import abandon_step, runtime_of
 from fullshard.engine.late_params import number_of_registrations
@@ -160,6 +161,7 @@ class CapturedStep(Generic[ResultT]):
 
         Raises:
             ConfigError: An input requires a gradient, or this call would capture the step but that is not possible.
+            StateError: `data` of a parameter was assigned, or it has a hook that would never be called.
         """
         self._parts.prepare_optimizers()
         other = self._buffers.take(inputs)
@@ -301,6 +303,7 @@ class _Conditions:
     modules: tuple[Any, ...] = field(
         metadata={"what": "modules were switched between training and evaluation, replaced, or have other hooks"}
     )
+    hooks: tuple[Any, ...] = field(metadata={"what": "optimizers or parameters have other hooks"})
     params: tuple[Any, ...] = field(metadata={"what": "parameters or buffers were replaced, moved, frozen or unfrozen"})
     hyperparameters: tuple[Any, ...] = field(
         metadata={"what": "hyperparameters of an optimizer have changed, other than a learning rate in a tensor"}
@@ -429,7 +432,14 @@ class _StepParts:
                 group["lr"] = rate
 
     def conditions(self) -> _Conditions:
-        """Return the current conditions."""
+        """Return the current conditions.
+
+        Raises:
+            StateError: `data` of a parameter was assigned, or it has a hook that would never be called.
+        """
+        for unit in self.units:
+            for param_group in unit.param_groups:
+                param_group.assignments.refuse()
         if self._registrations != number_of_registrations():
             self._registrations = number_of_registrations()
             self._modules = [module for unit in self.first_units for module in unit.module.modules()]
@@ -447,12 +457,8 @@ class _StepParts:
         hyperparameters = [(name, value) for group in groups for name, value in group.items() if name not in _NOT_READ]
         return _Conditions(
             modes=_modes(self._device.type),
-            modules=tuple(
-                [
-                    (id(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks))
-                    for module in self._modules
-                ]
-            ),
+            modules=tuple([(id(module), module.training, *module_hooks(module)) for module in self._modules]),
+            hooks=(tuple(map(step_hooks, self.optimizers)), tuple(map(grad_hooks, params))),
             settings=(
                 switches.checks_finite,
                 tuple([getattr(unit.settings, item.name) for unit in self.units for item in _SETTINGS]),

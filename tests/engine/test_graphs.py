@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fullshard import (
     ConfigError,
     Offload,
+    StateError,
     capture,
     check_finite_gradients,
     fully_shard,
@@ -91,6 +92,9 @@ REASONS = {
     "settings": "settings of units",
     "buffer": "parameters or buffers were replaced",
     "hook": "or have other hooks",
+    "backward hook": "or have other hooks",
+    "gradient hook": "optimizers or parameters have other hooks",
+    "step hook": "optimizers or parameters have other hooks",
     "unshard": "layers.0 is unsharded by unshard(). Call reshard() before the step.",
     "divide": "settings of units",
     "backward": "other parameters have gradients",
@@ -116,6 +120,31 @@ def test_gradients_that_are_set_between_steps_are_not_skipped():
     first = replace(STEADY, zeroes_first=True, actions=("nothing", "backward", "zero", *("nothing",) * 6))
     for strategy in ONE_AXIS:
         run_ranks(2, agree, [replace(first, strategy=strategy, to_none=to_none) for to_none in (True, False)])
+
+
+@on_new_ranks(2)
+def test_a_replay_refuses_the_parameters_that_an_eager_step_refuses():
+    register_backend("gloo", NativeCollectives)
+    changes: dict[str, Callable[[Any], Any]] = {
+        "data of head.weight was assigned": lambda weight: setattr(weight, "data", weight.data.clone()),
+        "head.weight has a hook of register_hook": lambda weight: weight.register_hook(lambda grad: grad * 2),
+    }
+    for message, change in changes.items():
+        model = chain(fully_shard)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        take = captured(step, (inputs(),))
+        for number in range(WARMUP + 2):
+            take(inputs(number))
+        assert take.is_captured
+        change(model.head.weight)
+        with pytest.raises(StateError, match=message):
+            take(inputs())
 
 
 # -- what is queued ---------------------------------------------------------------------------------------------------
