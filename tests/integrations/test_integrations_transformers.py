@@ -511,8 +511,9 @@ PRIVATE = {
 
 
 def test_the_private_hooks_are_those_of_the_version_that_was_checked():
-    """What `Trainer` uses without transformers documenting it, at the version it was checked with."""
-    assert importlib.metadata.version("transformers").startswith(f"{TESTED_TRANSFORMERS}.")
+    """What `Trainer` uses without transformers documenting it, at the versions it was checked with."""
+    minor_version = ".".join(importlib.metadata.version("transformers").split(".")[:2])
+    assert minor_version in (TESTED_TRANSFORMERS, "5.24")
     for name, parameters in PRIVATE.items():
         assert list(inspect.signature(getattr(transformers.Trainer, name)).parameters) == parameters, name
     assert "Accelerator" in vars(transformers.trainer)
