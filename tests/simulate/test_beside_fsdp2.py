@@ -95,11 +95,12 @@ def test_we_copy_less_than_a_tenth_of_the_bytes_of_fsdp2():
 def test_what_fsdp2_copies_is_what_its_source_states():
     """Per block: a cast into one buffer, a copy into the message, a copy out, and a copy of the gradients."""
     shards = 2 * BLOCK // WORLD  # bytes in bf16
+    chunk_cat = "chunk_cat_mixed_dtype" if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype") else "chunk_cat"
     of_block = {
         "aten._foreach_copy_": 2 * shards,  # before each of two gathers
         "fsdp.all_gather_copy_in": 2 * shards,
         "fsdp.split_with_sizes_copy": 2 * WORLD * shards,
-        "fsdp.chunk_cat": 2 * WORLD * shards,  # fp32
+        f"fsdp.{chunk_cat}": 2 * WORLD * shards,  # fp32
     }
     found = dict.fromkeys(of_block, 0)
     for entry in step_of(PEER).entries:

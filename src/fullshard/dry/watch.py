@@ -32,13 +32,16 @@ from fullshard.dry.streams import DryAccelerator
 from fullshard.errors import ConfigError
 from fullshard.tape.tape import HOST, Collective, Operation
 
-_COPIES = frozenset(
+_COPIES_OF_FSDP2 = frozenset(
+    f"fsdp.{name}" for name in ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "chunk_cat_mixed_dtype")
+)
+_COPIES = _COPIES_OF_FSDP2 | frozenset(
     f"aten.{name}"
     for name in (
         *("copy_", "_to_copy", "clone", "cat", "stack", "_foreach_copy_", "_foreach_copy", "_chunk_cat"),
         *("split_with_sizes_copy", "constant_pad_nd"),
     )
-) | {"fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy", "fsdp.chunk_cat"}  # of torch's FSDP2
+)
 _COPIES_INTO_FIRST_RESULT = "fsdp.all_gather_copy_in"
 """Its schema lacks a write: it copies its first argument to its first result, which is a view of the second."""
 _NO_MEMORY = frozenset(("aten._unsafe_view", "aten.set_", "aten.detach", "aten.alias", "prim.device"))
