@@ -237,6 +237,21 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback(argv: list[str]) -> No
         assert found.returncode == 2 and "Traceback" not in found.stderr
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_objects_of_triton_are_freed_at_exit(is_loaded: bool) -> None:
+    """Triton 3.9 reports all others on stderr. Exit functions run in reverse order, so the first one sees the rest."""
+    lines = (
+        "import atexit, gc, sys, types",
+        f"sys.modules.update(triton=types.ModuleType('triton')) if {is_loaded} else None",
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))",
+        "from fullshard.cli import main",
+        "gc.freeze()  # as the planner does",
+        "main(['--help'])",
+    )
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    assert ended.stdout.splitlines()[-1] == str(not is_loaded)
+
+
 def test_a_broken_connection_is_not_taken_for_a_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(argv: list[str]) -> int:
         raise BrokenPipeError

@@ -58,7 +58,7 @@ def exit_code_of(command: Callable[[], int]) -> int:
     The code is 2 for invalid input, and 1 for an unusable checkpoint or disk or a missing library. One line on stderr
     explains the error. The code is 141 if the reader of stdout has closed the pipe.
     """
-    atexit.register(gc.freeze)  # otherwise the garbage collection of torch at exit takes a second
+    atexit.register(_skip_last_collection)
     try:
         try:
             return command()
@@ -76,6 +76,17 @@ def exit_code_of(command: Callable[[], int]) -> int:
             raise  # of another connection: the reader of stdout has not closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes the rest of the output when it exits
         return CLOSED_PIPE
+
+
+def _skip_last_collection() -> None:
+    """Skip the garbage collection at exit, which takes a second for torch, unless triton is loaded.
+
+    At exit, triton 3.9 reports on stderr those of its objects that were not freed.
+    """
+    if "triton" in sys.modules:
+        gc.unfreeze()  # the planner freezes objects
+    else:
+        gc.freeze()
 
 
 def dispatch(argv: Sequence[str]) -> int:
