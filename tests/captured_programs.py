@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from small_models import Chain, Layer, initialize, whole, wholes
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, summon_full_params
@@ -168,6 +170,7 @@ def run(program: Program, capture: Callable[[Any, Any], Any] | None, device: tor
 
     take = step if capture is None else capture(step, (batch(0),))
     values: list[Tensor] = []
+    handles: list[Any] = []  # of hooks that other programs would call, too
     saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
     states = None
     for number, action in enumerate((*("nothing",) * 4, *program.actions)):
@@ -220,6 +223,12 @@ def run(program: Program, capture: Callable[[Any, Any], Any] | None, device: tor
             model.head.weight.register_post_accumulate_grad_hook(_halve_gradient)
         elif action == "step hook":
             optimizer.register_step_pre_hook(lambda optimizer, *_: _halve_gradient(model.head.weight))
+        elif action == "hook of all modules":
+            handles.append(
+                register_module_forward_pre_hook(lambda module, args: _smaller_input(model.head, module, args))
+            )
+        elif action == "hook of all optimizers":
+            handles.append(register_optimizer_step_pre_hook(lambda *_: _halve_gradient(model.head.weight)))
         elif action == "unshard":
             model.layers[0].unshard()
         elif action == "backward":
@@ -230,7 +239,13 @@ def run(program: Program, capture: Callable[[Any, Any], Any] | None, device: tor
             take.reset()
         with torch.autocast(device.type, torch.bfloat16, enabled=action == "autocast"):
             values.append(take(batch(number, rows)).detach().clone())
+    for handle in handles:
+        handle.remove()
     return {"values": values, "weights": wholes(model)}
+
+
+def _smaller_input(chosen: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    return (args[0] * 0.9,) if module is chosen else None
 
 
 def _halve_gradient(param: Tensor) -> None:

@@ -36,7 +36,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -200,15 +200,17 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> Sequence[int]:
     return *optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a hook was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
 def module_hooks(module: torch.nn.Module) -> Sequence[int]:
     """Return the numbers of the forward and backward hooks of `module`, which are unique."""
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    return *before, *after, *module._backward_pre_hooks, *module._backward_hooks
+    return *module._forward_pre_hooks, *module._forward_hooks, *module._backward_pre_hooks, *module._backward_hooks
+
+
+def global_hooks() -> Sequence[int]:
+    """Return the numbers of the hooks that torch calls for all modules and optimizers, which are unique."""
+    modules = torch.nn.modules.module
+    before, after = modules._global_forward_pre_hooks, modules._global_forward_hooks
+    backward = *modules._global_backward_pre_hooks, *modules._global_backward_hooks
+    return *before, *after, *backward, *_global_optimizer_pre_hooks, *_global_optimizer_post_hooks
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

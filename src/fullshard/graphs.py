@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from fullshard._compat import grad_hooks, module_hooks, step_hooks
+from fullshard._compat import global_hooks, grad_hooks, module_hooks, step_hooks
 from fullshard.device.cuda_graph import CudaGraph
 from fullshard.engine.hooks import abandon_step, runtime_of
 from fullshard.engine.late_params import number_of_registrations
@@ -303,7 +303,7 @@ class _Conditions:
     modules: tuple[Any, ...] = field(
         metadata={"what": "modules were switched between training and evaluation, replaced, or have other hooks"}
     )
-    hooks: tuple[Any, ...] = field(metadata={"what": "optimizers or parameters have other hooks"})
+    hooks: tuple[Any, ...] = field(metadata={"what": "optimizers, parameters or all modules have other hooks"})
     params: tuple[Any, ...] = field(metadata={"what": "parameters or buffers were replaced, moved, frozen or unfrozen"})
     hyperparameters: tuple[Any, ...] = field(
         metadata={"what": "hyperparameters of an optimizer have changed, other than a learning rate in a tensor"}
@@ -458,7 +458,7 @@ class _StepParts:
         return _Conditions(
             modes=_modes(self._device.type),
             modules=tuple([(id(module), module.training, *module_hooks(module)) for module in self._modules]),
-            hooks=(tuple(map(step_hooks, self.optimizers)), tuple(map(grad_hooks, params))),
+            hooks=(tuple(map(step_hooks, self.optimizers)), tuple(map(grad_hooks, params)), global_hooks()),
             settings=(
                 switches.checks_finite,
                 tuple([getattr(unit.settings, item.name) for unit in self.units for item in _SETTINGS]),

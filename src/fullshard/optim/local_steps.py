@@ -28,9 +28,9 @@ from fullshard._compat import (
     address,
     before_optimizer_method,
     dtensor_like,
-    has_step_hooks,
     make_dtensor,
     outside_of_graphs,
+    step_hooks,
     withhold_step_hooks,
     without_step_hooks,
 )
@@ -285,7 +285,7 @@ def _shard_stepping(optimizer: Optimizer, known: Callable[..., Any], inner: Call
         for unit in on_cpu:
             unit.residency.run_deferred_steps()
         if disk is not None or on_cpu:
-            may_wait = not (args or kwargs or has_step_hooks(optimizer)) and type(optimizer) in _ELEMENTWISE
+            may_wait = not (args or kwargs or step_hooks(optimizer)) and type(optimizer) in _ELEMENTWISE
             step_all = partial(_step_separately, optimizer, disk, on_cpu, may_wait=may_wait)
             return _step_outside_of_graphs(optimizer, step_all, inner, args, kwargs)
         if type(optimizer) not in _ELEMENTWISE or _complex_without_view(optimizer) is not None:  # no DTensors at all
@@ -293,7 +293,7 @@ def _shard_stepping(optimizer: Optimizer, known: Callable[..., Any], inner: Call
         if block_states(optimizer) is not None and not torch.compiler.is_compiling():  # their kernels take no DTensors
             return _step_in_chunks(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
         # A closure or a hook of the user must see the sharded parameters.
-        if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
+        if args or kwargs or step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
         if plain is not None:
             return _step_plain(optimizer, plain, inner)
