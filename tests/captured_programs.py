@@ -224,9 +224,7 @@ def run(program: Program, capture: Callable[[Any, Any], Any] | None, device: tor
         elif action == "step hook":
             optimizer.register_step_pre_hook(lambda optimizer, *_: _halve_gradient(model.head.weight))
         elif action == "hook of all modules":
-            handles.append(
-                register_module_forward_pre_hook(lambda module, args: _smaller_input(model.head, module, args))
-            )
+            handles.append(register_module_forward_pre_hook(partial(_smaller_input, model.head)))
         elif action == "hook of all optimizers":
             handles.append(register_optimizer_step_pre_hook(lambda *_: _halve_gradient(model.head.weight)))
         elif action == "unshard":

@@ -176,7 +176,7 @@ def learn_by_inductor() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # a compiler takes as long as the machine is slow
+@pytest.mark.timeout(600)  # compiling C++ takes minutes on a busy machine
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own, as it is imported
 def test_the_default_backend_learns_the_same_within_its_tolerance(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -454,7 +454,7 @@ class Normed(nn.Module):
 
 @on_ranks(2)
 def test_separate_classes_compute_in_full_precision_as_in_torch():
-    """Their inputs are cast to full precision, and outputs back, so that the next layer gets what it would get."""
+    """Their inputs are cast to full precision, and their outputs back to the dtype of the inputs."""
 
     def losses(wrapper: Any, precision: Any, policy: Any, **options: Any) -> list[Any]:
         torch.manual_seed(0)

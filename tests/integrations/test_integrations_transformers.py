@@ -511,7 +511,7 @@ PRIVATE = {
 
 
 def test_the_private_hooks_are_those_of_the_version_that_was_checked():
-    """What `Trainer` uses without transformers documenting it, at the versions it was checked with."""
+    """The undocumented methods of `Trainer` have the arguments that they had in the versions that were checked."""
     minor_version = ".".join(importlib.metadata.version("transformers").split(".")[:2])
     assert minor_version in (TESTED_TRANSFORMERS, "5.24")
     for name, parameters in PRIVATE.items():

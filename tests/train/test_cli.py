@@ -239,7 +239,7 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback(argv: list[str]) -> No
 
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_objects_of_triton_are_freed_at_exit(is_loaded: bool) -> None:
-    """Triton 3.9 reports all others on stderr. Exit functions run in reverse order, so the first one sees the rest."""
+    """Triton 3.9 reports all others on stderr. The exit function of this test runs after that of the command."""
     lines = (
         "import atexit, gc, sys, types",
         f"sys.modules.update(triton=types.ModuleType('triton')) if {is_loaded} else None",
