@@ -468,6 +468,8 @@ def test_optimizer_state_is_named_and_numbered():
         assert list(named["state"]) == named["param_groups"][0]["params"] == names
         assert rekeyed(named, OptimStateKeyType.PARAM_NAME, model, **given) == named
         assert rekeyed(named, OptimStateKeyType.PARAM_ID, model, **given) == numbered
+        named["param_groups"][0]["params"].reverse()  # of an optimizer of the same parameters in another order
+        assert rekeyed(named, OptimStateKeyType.PARAM_ID, model, **given) == numbered
 
 
 @on_ranks(2)

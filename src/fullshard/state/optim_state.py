@@ -211,7 +211,8 @@ def rekeyed(
             f"the optimizer state dict has {missing[0]!r}, but {type(optim).__name__} has {len(fqns)} parameters: "
             f"{', '.join(fqns[:3])} and so on. Pass the optimizer that was saved."
         )
-    groups = [{**group, "params": [new[key] for key in group["params"]]} for group in state_dict["param_groups"]]
+    order: Any = sorted if keys is OptimStateKeyType.PARAM_ID else list  # an optimizer loads numbers in this order
+    groups = [{**group, "params": order(new[key] for key in group["params"])} for group in state_dict["param_groups"]]
     return {"state": {new[key]: values for key, values in state_dict["state"].items()}, "param_groups": groups}
 
 
