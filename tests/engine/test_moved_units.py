@@ -67,6 +67,21 @@ def test_a_move_between_backward_and_step_hides_no_step():
     assert_same(moved, stayed)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@on_ranks(2)
+def test_a_cast_keeps_gradients_that_wait_for_the_last_microbatch(strategy):
+    grads = []
+    for cast in (lambda model: None, nn.Module.double):
+        model = chain(partial(fully_shard, strategy=strategy))
+        model.set_requires_gradient_sync(False)
+        model(inputs()).square().mean().backward()
+        model.set_requires_gradient_sync(True)
+        cast(model)
+        model(inputs().to(next(model.parameters()).dtype)).square().mean().backward()
+        grads.append([param.grad.to_local().float() for param in model.parameters()])
+    torch.testing.assert_close(*grads)
+
+
 def cast_what_one_rank_has_nothing_of() -> list[str]:
     model = fully_shard(nn.LayerNorm(1))
     model.to(torch.bfloat16)

@@ -147,9 +147,8 @@ class UnitShards:
             ConfigError: the encoding of gradients cannot be combined with `dtype`.
         """
         assert not self._unit.gradients.are_waiting, "checked by the caller"
-        self._unit.options = replace(
-            self._unit.options, precision=replace(self._unit.options.precision, reduce_dtype=dtype)
-        )
+        options = self._unit.options
+        self._unit.options = replace(options, precision=replace(options.precision, reduce_dtype=dtype))
         self._unit.residency.reshard()
         plans = []
         for param_group in self._unit.param_groups:
@@ -173,9 +172,7 @@ class UnitShards:
         assert self.is_on_disk or destination is not StatePlacement.DISK
         self.forget_ahead()
         was_on_disk, self.destination = self.is_on_disk, destination
-        if self._unit.is_meta or all(
-            param_group.plan.memory == self._memory for param_group in self._unit.param_groups
-        ):
+        if self._unit.is_meta or {param_group.plan.memory for param_group in self._unit.param_groups} <= {self._memory}:
             return
         self._unit.residency.run_deferred_steps()
         self._unit.residency.reshard()
@@ -221,6 +218,9 @@ class UnitShards:
                 bound.forget_errors()
             if self._unit.runtime is not None:
                 bound.reserve_tags()
+            held, state = param_group.gradients.take(), param_group.gradients.state
+            if plan.device.type != "meta":
+                state.whole = {j: grad.to(plan.device, plan.contract.reduce) for j, grad in held.items()}
             self._unit.param_groups[i] = param_group.moved(plan, bound, region)
         slot.count_references(others)
         self._unit.residency.note_layout()
