@@ -393,6 +393,21 @@ def test_buffers_of_ignored_modules_keep_their_dtype():
     assert found == [{BF16, INT}, {F32, INT}]
 
 
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.BatchNorm1d})])
+@on_ranks(1)
+def test_modules_that_share_a_buffer_share_it_in_the_dtype_of_buffers(policy):
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    model[1].running_mean = model[0].running_mean
+    wrapped = FullyShardedDataParallel(
+        model,
+        mixed_precision=MixedPrecision(buffer_dtype=BF16, _module_classes_to_ignore=()),
+        auto_wrap_policy=policy,
+    )
+    first, second = (part.running_mean for part in wrapped.module)
+    assert first is second
+    assert first.dtype is BF16
+
+
 class Offset(nn.Module):
     """A weight with two buffers."""
 

@@ -114,23 +114,9 @@ def _check_memory(sources: Sequence[Source]) -> None:
 
 def _check_inner_first(modules: Sequence[nn.Module], module: nn.Module, name: str, unit: Unit) -> None:
     """Raise if the parameter `name` of `module`, inside `modules`, already belongs to a unit of an outer module."""
-    outer = next(
-        (
-            each_module
-            for each_module in unit.modules
-            if each_module is not module and any(module is inner for inner in each_module.modules())
-        ),
-        None,
-    )
+    outer = _first_around(module, unit.modules)
     if outer is not None:
-        around = next(
-            (
-                each_module
-                for each_module in modules
-                if each_module is not module and any(module is inner for inner in each_module.modules())
-            ),
-            None,
-        )
+        around = _first_around(module, modules)
         if around is not None and not any(around is inner for inner in outer.modules()):
             raise ConfigError(
                 f"{name} of {type(module).__name__} is shared by two units: {type(outer).__name__}, which was sharded "
@@ -142,6 +128,12 @@ def _check_inner_first(modules: Sequence[nn.Module], module: nn.Module, name: st
             "sharded first, so no parameters are left to shard here. Call fully_shard on inner modules first and on "
             "the outermost module last."
         )
+
+
+def _first_around(module: nn.Module, modules: Iterable[nn.Module]) -> nn.Module | None:
+    """Return the first of `modules` that contains `module` and is not `module` itself."""
+    others = (other for other in modules if other is not module)
+    return next((other for other in others if any(module is inner for inner in other.modules())), None)
 
 
 def initialize(
@@ -253,10 +245,15 @@ def _swap(param: nn.Parameter, given: nn.Parameter) -> None:
 def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Move the buffers of `modules` to `device`, and floating-point ones to `dtype` if given.
 
-    Those on the meta device and those of ignored modules stay as they are.
+    Those on the meta device and those of ignored modules stay as they are. Plain tensors stay the same objects, because
+    other modules may have it, too.
     """
     for _, module in own_modules(modules):
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and not is_ignored(buffer):
                 cast = dtype if dtype is not None and is_castable(buffer.dtype) else buffer.dtype
-                module._buffers[name] = buffer.to(device, cast)
+                moved = buffer.to(device, cast)
+                if type(buffer) is not Tensor:
+                    module._buffers[name] = moved
+                elif moved is not buffer:
+                    buffer.data = moved
