@@ -6,6 +6,7 @@ What DeepSpeed does is recorded in `tests/data/deepspeed` by `tests/deepspeed_ru
 import importlib.util
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from shared_ranks import on_ranks, run_ranks
 from tests.deepspeed_runs import (
     CASES,
+    MICROBATCH,
     MICROBATCHES,
     PATTERN,
     RECORDED,
@@ -242,6 +244,51 @@ def test_an_engine_counts_and_reports():
     assert "engine.step() without engine.backward(loss)" in without_backward
     assert "no_such_thing" in unknown
     assert "is already sharded" in twice
+
+
+@on_ranks(1)
+def test_every_step_has_all_its_microbatches(tmp_path):
+    """Whatever happens between microbatches: a new batch size, a save, or a load in the middle of a step."""
+    for seed in range(4):
+        choose = random.Random(seed)
+        engine, waiting, folder = start(deepspeed, config(choose.choice([1, 3]))), 0, f"{tmp_path}/{seed}"
+        engine.save_checkpoint(folder)
+        for _ in range(30):
+            match choose.choice(["train"] * 6 + ["size", "save", "load", "new"]):
+                case "train":
+                    engine.backward(engine(tokens_of(0, 0, 0)))
+                    engine.step()
+                    waiting += 1
+                    assert engine.was_step_applied() == (waiting >= engine.gradient_accumulation_steps())
+                    waiting = 0 if engine.was_step_applied() else waiting
+                case "size":
+                    engine.set_train_batch_size(MICROBATCH * choose.randint(1, 4))
+                case "save":
+                    engine.save_checkpoint(folder)
+                case "load":
+                    engine.load_checkpoint(folder)
+                    waiting = 0
+                case "new":
+                    engine, waiting = start(deepspeed, config(choose.choice([1, 3]))), 0
+                    engine.load_checkpoint(folder)
+            assert waiting or all(param.grad is None for param in engine.module.parameters())
+
+
+@on_ranks(2)
+def test_a_script_may_mark_the_last_microbatch_of_a_step():
+    for stage in (1, 3):
+        counted, marked = start(deepspeed, config(stage)), start(deepspeed, config(stage))
+        for step in range(2):
+            for microbatch in range(MICROBATCHES):
+                tokens, is_last = tokens_of(step, microbatch, dist.get_rank()), microbatch == MICROBATCHES - 1
+                counted.backward(counted(tokens))
+                counted.step()
+                marked.set_gradient_accumulation_boundary(is_last)
+                marked.backward(marked(tokens))
+            marked.step()
+        assert marked.global_steps == 2
+        for expected, found in zip(counted.module.parameters(), marked.module.parameters(), strict=True):
+            assert_same(whole(found), whole(expected))
 
 
 def count_reductions(stage: int) -> int:

@@ -246,7 +246,7 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torc
     """Move the buffers of `modules` to `device`, and floating-point ones to `dtype` if given.
 
     Those on the meta device and those of ignored modules stay as they are. Plain tensors stay the same objects, because
-    other modules may have it, too.
+    other modules may have them, too.
     """
     for _, module in own_modules(modules):
         for name, buffer in module._buffers.items():

@@ -85,6 +85,8 @@ class Engine(nn.Module):
         self._norm: float | None = None
         self._applied = False
         self._backwards = 0  # since the last step()
+        self._in_step = 0  # microbatches of the current step so far
+        self._is_boundary: bool | None = None  # as set by the user
         self._collate_fn = collate_fn
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
 
@@ -140,7 +142,9 @@ class Engine(nn.Module):
             )
         self._backwards = 0
         self._applied = False
-        if self.is_gradient_accumulation_boundary():
+        is_last = self.is_gradient_accumulation_boundary()
+        self._in_step = 0 if is_last else self._in_step + 1
+        if is_last:
             self._applied = self._clip(optimizer)
             if self._applied:
                 optimizer.step()
@@ -202,7 +206,19 @@ class Engine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True if the current microbatch is the last of its step."""
-        return (self.micro_steps + 1) % self._sizes.microbatches == 0
+        if self._is_boundary is not None:
+            return self._is_boundary
+        return self._in_step + 1 >= self._sizes.microbatches
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Set whether the next microbatches are the last of their step, instead of counting them.
+
+        A script that sets it before each microbatch can call `step` once, after the last one.
+
+        Args:
+            is_boundary: True before the last microbatch of a step, False before the others; None to count them again.
+        """
+        self._is_boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -404,7 +420,8 @@ class Engine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint from `save_checkpoint`, with any number of ranks and any stage. Every rank must call it.
 
-        Random generators are restored as well, so the losses are those of a run without interruption.
+        Random generators are restored as well, so the losses are those of a run without interruption. The next
+        microbatch is the first of its step: gradients of an unfinished step are dropped.
 
         Args:
             load_dir: The folder of the save.
@@ -441,6 +458,8 @@ class Engine(nn.Module):
             random_states=not load_module_only,
         )
         extra = restored.extra or {}
+        self.zero_grad()
+        self._in_step = self._backwards = 0
         if not load_module_only:
             counters = extra.get("engine", {})
             self.global_steps = counters.get("global_steps", restored.step or 0)
