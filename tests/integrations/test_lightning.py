@@ -2,10 +2,12 @@
 
 import inspect
 import logging
+import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,7 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from shared_ranks import on_new_ranks
@@ -275,6 +283,37 @@ def test_a_fit_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
             assert_same(resumed, weights)
     assert (tmp_path / "0" / "epoch=0.ckpt").is_dir()
     assert run_ranks(1, resume_alone, str(tmp_path)) == [8]  # with a different number of ranks: all batches of an epoch
+
+
+def stop_and_average_on(folder: str, strategies: Sequence[Any], averaging: str, resumed: str) -> Any:
+    """Fit two epochs of three with the callback, and resume with one, or without any."""
+    makes: dict[str, Callable[[], list[Callback]]] = {
+        "EMA": lambda: [EMAWeightAveraging(decay=0.9)],
+        "late EMA": lambda: [EMAWeightAveraging(update_starting_at_step=1000)],  # the average is what was loaded
+        "SWA": lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)],
+        "none": list,
+    }
+    saved = {"enable_checkpointing": True, "default_root_dir": folder}
+    keeping = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    fit(strategies[0], max_epochs=2, callbacks=[*makes[averaging](), keeping], **saved)
+    return fit(strategies[1], max_epochs=3, callbacks=makes[resumed](), ckpt_path=f"{folder}/epoch=1.ckpt")
+
+
+@on_new_ranks(2)
+def test_averages_of_weights_are_saved_and_resumed(tmp_path):
+    """Also where averaging begins in the resumed run, and where the average replaces the weights."""
+    for case, (averaging, resumed) in enumerate(
+        [("EMA", "EMA"), ("SWA", "SWA"), ("none", "late EMA"), ("EMA", "none")]
+    ):
+        expected = stop_and_average_on(f"{tmp_path}/{case}/ddp", [DDPStrategy(), DDPStrategy()], averaging, resumed)
+        strategies = FullShardStrategy("zero3"), FullShardStrategy("zero1")
+        assert_same(list(stop_and_average_on(f"{tmp_path}/{case}/own", strategies, averaging, resumed)), list(expected))
+    killed = Path(f"{tmp_path}/0/own/epoch=1.ckpt")  # as if a save over it had been killed after the averages
+    if dist.get_rank() == 0:
+        shutil.move(killed / "fullshard_averages/0/step-000000008", killed / "fullshard_averages/0/step-000000009")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="fullshard_averages/0/step-000000008"):
+        fit(FullShardStrategy(), callbacks=[EMAWeightAveraging(decay=0.9)], ckpt_path=str(killed))
 
 
 @pytest.mark.slow

@@ -48,6 +48,8 @@ from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
+_AVERAGES = "fullshard_averages"  # the key of the names of callbacks, and the folder with their averages
+
 __all__ = ["FabricFullShardStrategy", "FullShardStrategy", "ReportCallback"]
 
 
@@ -110,6 +112,7 @@ class FullShardStrategy(DDPStrategy):
         super().__init__(**_known(options, process_group_backend, timeout, "precision_plugin"))
         self._sharding = _LightningSharding(strategy, auto_wrap_policy, mp_policy, offload_policy)
         self._given: dict[str, Any] = {}  # the last state dict returned, to detect changes by hooks
+        self._averaging: list[Callback] = []  # callbacks that average weights
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
@@ -123,8 +126,11 @@ class FullShardStrategy(DDPStrategy):
             )
         self.model = self.precision_plugin.convert_module(self.model)
         self._shard(self.model)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            _average_shards(callback, self.model)
+        self._averaging = [
+            callback
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if _average_shards(callback, self.model)
+        ]
         _share_overflows(self.precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -221,6 +227,7 @@ class FullShardStrategy(DDPStrategy):
                 "storage_options and CheckpointIO plugins are not supported: checkpoints are folders of shards "
                 "written by fullshard.checkpoint."
             )
+        averages = self._take_averages(checkpoint)
         given = checkpoint.get("state_dict", {})
         if given.keys() != self._given.keys() or any(given[name] is not item for name, item in self._given.items()):
             raise ConfigError(
@@ -229,14 +236,52 @@ class FullShardStrategy(DDPStrategy):
             )
         self._given = {}
         remaining = {name: item for name, item in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        remaining[_AVERAGES] = list(averages)
+        path = Path(self.broadcast(filepath))
+        for i, average in enumerate(averages.values()):  # first; the previous ones remain until the next save
+            save(path / _AVERAGES / str(i), model=average, step=checkpoint["global_step"], keep=2)
         save(
-            Path(self.broadcast(filepath)),
+            path,
             model=self._module,
             optimizer=joined(self.optimizers) if "optimizer_states" in checkpoint else None,
             step=checkpoint["global_step"],
             extra=remaining,
             keep=1,
         )
+
+    def _take_averages(self, checkpoint: dict[str, Any]) -> dict[str, nn.Module]:
+        """Remove averages of weights from `checkpoint`, and return the models with them by the key of the callback."""
+        averages = {}
+        for callback in self._averaging:
+            average, states = _average_of(callback), checkpoint.get("callbacks", {})
+            if average is None or callback.state_key not in states:
+                continue  # not within a fit, or only weights are saved
+            averages[callback.state_key] = average
+            if "current_model_state" in checkpoint:  # `WeightAveraging` exchanged them
+                checkpoint["state_dict"] = checkpoint.pop("current_model_state")
+            else:
+                states[callback.state_key] = {**states[callback.state_key], "average_model_state": None}
+        return averages
+
+    def _load_averages(self, path: Path, checkpoint: dict[str, Any], step: int) -> None:
+        """Load the averages of the checkpoint in `path` into the models of callbacks, and return them to the callbacks.
+
+        Without the callback, or in a run that does not train, averages of `WeightAveraging` replace the weights of the
+        module.
+        """
+        averaging = {callback.state_key: callback for callback in self._averaging}
+        for i, key in enumerate(checkpoint.pop(_AVERAGES, ())):
+            average = _average_of(averaging.get(key))
+            replaces = "average_model_state" not in checkpoint.get("callbacks", {}).get(key, {})
+            if average is None and not replaces:
+                continue
+            model = self._module if average is None else average
+            load(path / _AVERAGES / str(i) / f"step-{step:09d}", model=model, random_states=False)
+            if average is not None and replaces:
+                checkpoint["current_model_state"] = model_state(self._module)
+                checkpoint["state_dict"] = model_state(average)
+            elif average is not None:
+                checkpoint["callbacks"][key]["average_model_state"] = model_state(average)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint folder into module and optimizers. For a file, return its content, which is loaded later.
@@ -253,7 +298,9 @@ class FullShardStrategy(DDPStrategy):
             return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         fits = bool(self.optimizers)
         restored = load(path, model=self._module, optimizer=joined(self.optimizers), random_states=fits)
-        return {**(restored.extra or {}), "state_dict": {}}
+        checkpoint = {**(restored.extra or {}), "state_dict": model_state(self._module)}
+        self._load_averages(path, checkpoint, restored.step or 0)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load full weights from a file; for a folder, do nothing."""
@@ -452,17 +499,24 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         """Do nothing: this strategy is passed as an object, not by name."""
 
 
-def _average_shards(callback: Callback, model: nn.Module) -> None:
-    """Make `callback` average the weights of `model` if it averages weights, because it has copied the unsharded
-    module.
+def _average_shards(callback: Callback, model: nn.Module) -> bool:
+    """Make `callback` average the shards of `model` if it averages weights, because it has copied the unsharded module.
 
-    Lightning's `StochasticWeightAveraging` and `WeightAveraging` keep the average in a private attribute.
+    Lightning's `StochasticWeightAveraging` and `WeightAveraging` keep the average in a private attribute. Return True
+    for these callbacks.
     """
     average = getattr(callback, "_average_model", None)
     if isinstance(average, AveragedModel):
         average.module = copy.deepcopy(model)
     elif isinstance(average, nn.Module):
         callback._average_model = copy.deepcopy(model)  # type: ignore[attr-defined]
+    return isinstance(average, nn.Module)
+
+
+def _average_of(callback: Callback | None) -> nn.Module | None:
+    """Return the module with the averages of `callback`; None if it has none now."""
+    average = getattr(callback, "_average_model", None)
+    return average.module if isinstance(average, AveragedModel) else average
 
 
 class _NoSync:
