@@ -367,16 +367,29 @@ def test_what_cannot_be_honoured_is_an_error(tmp_path):
 # -- Fabric -----------------------------------------------------------------------------------------------------------
 
 
-def run_fabric(strategy: Any, folder: str | None = None, resume: bool = False, **options: Any) -> list[float]:
-    """Return losses of six steps of two microbatches; with a folder, saved after the third, or resumed from there."""
+class Measured(Chain):
+    def mean_square(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).float().square().mean()
+
+
+def run_fabric(
+    strategy: Any, folder: str | None = None, resume: bool = False, marked: bool = False, **options: Any
+) -> list[float]:
+    """Return losses of six steps of two microbatches; with a folder, saved after the third, or resumed from there.
+
+    If `marked`, they are computed by a method of the model other than forward.
+    """
     with quiet():
         fabric = L.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **options)
         fabric.launch()
         with fabric.init_module(empty_init=False):
-            model = Chain()
+            model = Measured()
         initialize(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         model, optimizer = fabric.setup(model, optimizer)
+        model.mark_forward_method("mean_square")
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.9)
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
         if resume:
@@ -387,7 +400,7 @@ def run_fabric(strategy: Any, folder: str | None = None, resume: bool = False, *
                 generator = torch.Generator().manual_seed(10 * step + 2 * microbatch + fabric.global_rank)
                 inputs = torch.randn(4, 48, generator=generator)
                 with fabric.no_backward_sync(model, enabled=microbatch == 0):
-                    loss = model(inputs).square().mean()
+                    loss = model.mean_square(inputs) if marked else model(inputs).square().mean()
                     fabric.backward(loss)
                 losses.append(loss.item())
             fabric.clip_gradients(model, optimizer, max_norm=0.5)
@@ -405,6 +418,7 @@ def run_fabrics(folder: str) -> Any:
         "ours": run_fabric(FabricFullShardStrategy(), folder),
         "resumed": run_fabric(FabricFullShardStrategy("zero2"), folder, resume=True),
         "bf16": [run_fabric(item(), precision="bf16-mixed") for item in (FabricDDPStrategy, FabricFullShardStrategy)],
+        "marked": run_fabric(FabricFullShardStrategy(), marked=True, precision="bf16-mixed"),
     }
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricFullShardStrategy())
     fabric.launch()
@@ -421,6 +435,7 @@ def test_fabric_trains_like_ddp_and_goes_on(tmp_path):
         assert rank["ours"] == pytest.approx(rank["ddp"], rel=1e-5)
         assert rank["resumed"] == pytest.approx(rank["ours"][6:], rel=1e-5)
         assert rank["bf16"][1] == pytest.approx(rank["bf16"][0], rel=1e-2)
+        assert rank["marked"] == rank["bf16"][1]
         assert rank["meta"]
     assert_same(one["made"], other["made"])
     assert all(value.isfinite().all() for value in one["made"].values())

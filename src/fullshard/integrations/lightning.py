@@ -397,10 +397,10 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         self._backward_sync_control = cast(Any, _NoSync())  # private: for fabric.no_backward_sync
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Shard `module` and return it."""
+        """Shard `module` in place, and return a module that calls it."""
         _share_overflows(self.precision)
         self._sharding.apply(module, self.root_device, repeated_layers(module))
-        return module
+        return _Caller(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make `optimizer` update the shards, even if it was created before sharding, and return it."""
@@ -519,6 +519,25 @@ def _average_of(callback: Callback | None) -> nn.Module | None:
     return average.module if isinstance(average, AveragedModel) else average
 
 
+class _Caller(nn.Module):
+    """Calls `module`, as a DDP wrapper does.
+
+    Fabric calls step methods and those of `mark_forward_method` through the forward, with its precision, only if it has
+    a different module than the user. So parameters are unsharded in these methods.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _called(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, _Caller) else module
+
+
 class _NoSync:
     """Fabric's interface for backward without communication."""
 
@@ -526,7 +545,7 @@ class _NoSync:
         """Return a context within which backward accumulates unsharded gradients without communication, if
         `enabled`.
         """
-        return cast(FSDPModule, module).no_sync() if enabled else nullcontext()
+        return cast(FSDPModule, _called(module)).no_sync() if enabled else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -546,8 +565,9 @@ class _Parts:
                 "module. Put several modules into an nn.ModuleDict."
             )
         optimizers = [item for item in state.values() if isinstance(item, Optimizer)]
-        known = {id(module) for module in (*modules, *optimizers)}
-        return cls(modules[0], optimizers, {name: item for name, item in state.items() if id(item) not in known})
+        known = {id(item) for item in (*modules, *optimizers)}
+        remaining = {name: item for name, item in state.items() if id(item) not in known}
+        return cls(_called(modules[0]), optimizers, remaining)
 
 
 def _is_stateful(value: Any) -> bool:
