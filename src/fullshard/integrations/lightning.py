@@ -257,10 +257,10 @@ class FullShardStrategy(DDPStrategy):
             if average is None or callback.state_key not in states:
                 continue  # not within a fit, or only weights are saved
             averages[callback.state_key] = average
-            if "current_model_state" in checkpoint:  # `WeightAveraging` exchanged them
-                checkpoint["state_dict"] = checkpoint.pop("current_model_state")
-            else:
-                states[callback.state_key] = {**states[callback.state_key], "average_model_state": None}
+            if "average_model_state" in (state := states[callback.state_key]):
+                states[callback.state_key] = {**state, "average_model_state": None}
+            else:  # `WeightAveraging` exchanged them
+                checkpoint["state_dict"] = checkpoint.pop("current_model_state", checkpoint["state_dict"])
         return averages
 
     def _load_averages(self, path: Path, checkpoint: dict[str, Any], step: int) -> None:
@@ -535,6 +535,7 @@ class _Caller(nn.Module):
 
 
 def _called(module: nn.Module) -> nn.Module:
+    """Return the sharded module."""
     return module.module if isinstance(module, _Caller) else module
 
 
