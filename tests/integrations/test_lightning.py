@@ -291,6 +291,7 @@ def stop_and_average_on(folder: str, strategies: Sequence[Any], averaging: str, 
         "EMA": lambda: [EMAWeightAveraging(decay=0.9)],
         "late EMA": lambda: [EMAWeightAveraging(update_starting_at_step=1000)],  # the average is what was loaded
         "SWA": lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)],
+        "both": lambda: [*makes["SWA"](), *makes["EMA"]()],
         "none": list,
     }
     saved = {"enable_checkpointing": True, "default_root_dir": folder}
@@ -302,9 +303,8 @@ def stop_and_average_on(folder: str, strategies: Sequence[Any], averaging: str, 
 @on_new_ranks(2)
 def test_averages_of_weights_are_saved_and_resumed(tmp_path):
     """Also where averaging begins in the resumed run, and where the average replaces the weights."""
-    for case, (averaging, resumed) in enumerate(
-        [("EMA", "EMA"), ("SWA", "SWA"), ("none", "late EMA"), ("EMA", "none")]
-    ):
+    cases = [("EMA", "EMA"), ("SWA", "SWA"), ("both", "both"), ("none", "late EMA"), ("EMA", "none")]
+    for case, (averaging, resumed) in enumerate(cases):
         expected = stop_and_average_on(f"{tmp_path}/{case}/ddp", [DDPStrategy(), DDPStrategy()], averaging, resumed)
         strategies = FullShardStrategy("zero3"), FullShardStrategy("zero1")
         assert_same(list(stop_and_average_on(f"{tmp_path}/{case}/own", strategies, averaging, resumed)), list(expected))
