@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from logged import Logged
 from run_states import OPTIMIZERS, Position, learn
 from shared_ranks import on_ranks, run_ranks
 from small_models import Chain, Layer, adamw, batch, chain, inputs, loss_of, shard, small_gpt, trained, wholes
@@ -156,6 +157,34 @@ def test_a_scheduler_goes_on(name, tmp_path):
     model, optimizer, scheduler = made()
     load(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
     assert rates(optimizer, scheduler, 5) == expected
+
+
+def reported_of_hyperparameters(folder: Path, rates: tuple[float, float], plateau: bool, others: bool) -> list[str]:
+    """Save with a learning rate for each rank, of the same parameters or of `others`; return the warnings."""
+    rank = dist.get_rank()
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = torch.optim.AdamW((model[rank] if others else model).parameters(), lr=rates[rank])
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    with Logged() as messages:
+        for step in range(2):
+            improves = rank == 0 or not plateau
+            scheduler.step(3.0 - step * improves)
+            save(folder / f"{rates[1]} {plateau} {others}", model=model, optimizer=optimizer, step=step)
+    return messages
+
+
+def test_hyperparameters_that_differ_between_ranks_are_reported(tmp_path):
+    """A schedule by each rank's loss, say. Other parameters can have others, and last digits can differ."""
+    for rates, plateau, others, expected in (
+        ((0.1, 0.1), False, False, 0),
+        ((0.1, 0.1 + 1e-14), False, False, 0),
+        ((0.1, 0.1), True, False, 1),
+        ((0.1, 0.2), False, False, 2),
+        ((0.1, 0.2), False, True, 0),
+    ):
+        first, other = run_ranks(2, reported_of_hyperparameters, tmp_path, rates, plateau, others)
+        assert (len(first), other) == (expected, [])
+        assert all("lr of parameter group 0 is 0.1 on rank 0, but 0." in line for line in first)
 
 
 def test_extra_is_restored(tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import logging
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -25,7 +27,10 @@ from fullshard.state.optim_kinds import kinds_of_groups
 from fullshard.state.optim_state import sharded_optim_state_dict
 from fullshard.state.state_dict import StateDictType, state_dict_type
 
+logger = logging.getLogger(__name__)
+
 MODEL, OPTIMIZER = "model", "optimizer"  # key prefixes, which torch's own scripts also read
+_GROUPS = (OPTIMIZER, "param_groups")
 RECORD = "fullshard"  # values shared by all ranks that are not tensors of the model or the optimizer
 _RANK = "rank"
 
@@ -67,18 +72,59 @@ class Contents:
     def entries(self, ranks: GroupRanks, doing: str) -> dict[str, Any]:
         """Return this rank's entries as nested dicts. Ranks exchange checksums of their plain tensors.
 
+        The first rank warns if ranks have different hyperparameters, such as learning rates.
+
         Raises:
             CheckpointError: A rank failed. `doing` begins the message.
         """
         compared = self.plain if ranks.world > 1 else {}
-        sums = ranks.share(doing, lambda: {path: _checksum(tensor) for path, tensor in compared.items()})
-        local, of_first = sums[ranks.index], sums[0]
+        shared = ranks.share(
+            doing, lambda: ({path: _checksum(tensor) for path, tensor in compared.items()}, self._param_groups())
+        )
+        if ranks.leads:
+            _warn_of_differences([groups for _, groups in shared])
+        local, of_first = shared[ranks.index][0], shared[0][0]
         differing = [path for path in local if local[path] != of_first.get(path)]
         own = {**self.own, "plain": {".".join(path): self.plain[path].detach().cpu() for path in differing}}
         written: dict[Path, Any] = {**self.sharded, (_RANK, str(ranks.index)): as_one_value(own)}
         if ranks.leads:
             written |= {**self.plain, **self.values, (RECORD,): as_one_value(self.record)}
         return _nested(written)
+
+    def _param_groups(self) -> dict[str, dict[str, Any]]:
+        """Return the FQNs and hyperparameters of each parameter group of the optimizer, without those in tensors."""
+        groups: dict[str, dict[str, Any]] = {}
+        for path, value in self.values.items():
+            if path[:2] == _GROUPS:
+                groups.setdefault(path[2], {})[".".join(path[3:])] = value
+        return groups
+
+
+def _warn_of_differences(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    """Warn if a rank has other hyperparameters than the first one for the same parameters."""
+    for number, first in of_ranks[0].items():
+        for rank, groups in enumerate(of_ranks):
+            other = groups.get(number, {})
+            names = first if other.get("params") == first.get("params") else ()
+            differing = [name for name in names if not _are_close(first[name], other.get(name))]
+            if differing:
+                name = differing[0]
+                logger.warning(
+                    "ranks train with different hyperparameters: %s of parameter group %s is %s on rank 0, but %s on "
+                    "rank %d. The checkpoint contains those of rank 0. A schedule must be the same on every rank: "
+                    "average a metric over the ranks before you pass it to ReduceLROnPlateau.",
+                    *(name, number, first[name], other.get(name, "missing"), rank),
+                )
+                return
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    """Return whether two values are equal, except for the last digits of floats, which can differ between hosts."""
+    if isinstance(one, float) and isinstance(other, int | float):
+        return math.isclose(one, other)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        return all(map(_are_close, one, other))
+    return bool(one == other)
 
 
 def collect(
