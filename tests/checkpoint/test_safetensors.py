@@ -544,6 +544,26 @@ def test_a_folder_without_files_or_with_too_many_is_refused(tmp_path):
 
 
 @on_ranks(2)
+def test_ranks_with_different_weights_or_arguments_are_refused(tmp_path):
+    cases: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+        (lambda: nn.Linear(4, 6), {}, r"weight \(8, 4\) float32 in model.safetensors on rank 0, but weight \(6, 4\)"),
+        (lambda: nn.Linear(4, 8, bias=False), {}, r"bias \(8,\) .* on rank 0, but no further one on rank 1"),
+        (lambda: nn.Linear(4, 8), {"dtype": torch.bfloat16}, "but .* bfloat16"),
+        (lambda: nn.Linear(4, 8), {"max_shard_size": 130}, "but weight .* in model-00001-of-00002"),
+    ]
+    odd = dist.get_rank() == 1
+    for number, (make, options, stated) in enumerate(cases):
+        model = fully_shard(make() if odd else nn.Linear(4, 8))
+        folder = tmp_path / str(number)
+        with pytest.raises(CheckpointError, match=stated):
+            export_safetensors(model, folder, **(options if odd else {}))
+        assert not folder.exists()
+        if not options:
+            with pytest.raises(CheckpointError, match="ranks differ"):
+                write_safetensors(model.state_dict(), tmp_path / "one.safetensors")
+
+
+@on_ranks(2)
 def test_a_failed_export_leaves_nothing_and_raises_on_every_rank(tmp_path):
     folder = tmp_path / "out"
 

@@ -68,8 +68,8 @@ def export_safetensors(
         progress: Called with the bytes of tensors written so far and in total.
 
     Raises:
-        CheckpointError: The folder exists already, the model has state that is not a tensor or has no values, or the
-            first rank cannot write. The same error is raised on every rank.
+        CheckpointError: The folder exists already, the model has state that is not a tensor or has no values, ranks
+            have different models or arguments, or the first rank cannot write. The same error is raised on every rank.
         ConfigError: An argument is not supported.
     """
     export = _Export(Path(folder), parse_size(max_shard_size, "max_shard_size", "a file"), dtype, dict(metadata or {}))
@@ -97,12 +97,15 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, metadata: Mapping
         metadata: Text to store in the header of the file.
 
     Raises:
-        CheckpointError: The first rank cannot write. The same error is raised on every rank.
+        CheckpointError: Ranks have different tensors, or the first rank cannot write. The same error is raised on every
+            rank.
     """
     ranks = default_ranks()
     doing = f"writing {path}"
     unfinished = path.with_name(f"{path.name}.tmp")
-    writer = _ExportWriter(unfinished, _described(state), metadata or {})
+    tensors = _described(state)
+    ranks.check_same(doing, {name: str(tensor) for name, tensor in tensors.items()})
+    writer = _ExportWriter(unfinished, tensors, metadata or {})
     failures = DiskFailures()
     try:
         with errors_noted_by(failures.noted):
@@ -241,13 +244,14 @@ class _Export:
             progress: Called with the bytes written so far and in total.
 
         Raises:
-            CheckpointError: The first rank cannot write, or a rank cannot read weights that are offloaded to a disk.
-                The same error is raised on every rank.
+            CheckpointError: Ranks have different tensors, the first rank cannot write, or a rank cannot read weights
+                that are offloaded to a disk. The same error is raised on every rank.
         """
         tensors = {name: self._cast(tensor) for name, tensor in tensors.items()}
         total = sum(tensor.nbytes for tensor in tensors.values())
         metadata = {"format": "pt", **ties, **self.metadata}
         files = self._divided(tensors)
+        ranks.check_same(self.doing, {name: f"{tensors[name]} in {file}" for file in files for name in files[file]})
         unfinished = ranks.once(self.doing, self._begin)
         written: dict[str, StoredFile] = {}
         done = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -93,6 +95,24 @@ class GroupRanks:
         if failed:
             raise failure_of_some(doing, failed, len(outcomes)) from cause
         return outcomes
+
+    def check_same(self, doing: str, values: Mapping[str, str]) -> None:
+        """Raise on every rank if ranks have different `values`.
+
+        Raises:
+            CheckpointError: It names the first value that differs.
+        """
+        digests = self.share(doing, lambda: sha256(repr(list(values.items())).encode()).digest())
+        odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if odd is None:
+            return
+        each = self.share(doing, lambda: list(values.items()) if self.index in (0, odd) else [])
+        pairs = zip_longest(each[0], each[odd], fillvalue=("no further one", ""))
+        first, other = next((first, other) for first, other in pairs if first != other)
+        raise CheckpointError(
+            f"{doing}: ranks differ: {' '.join(first).strip()} on rank 0, but {' '.join(other).strip()} on rank "
+            f"{odd}. Use the same model and the same arguments on every rank."
+        )
 
 
 def default_ranks() -> GroupRanks:
