@@ -9,7 +9,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from hf_models import VOCABULARY, Sentences, llama, names_in
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from shared_ranks import on_new_ranks
 from test_integrations_transformers import EVALUATED, SAVED, SHARDED, Script, Watch, Worse, environment
 from torch import Tensor
@@ -74,6 +74,19 @@ def test_adapters_train_resume_open_and_merge(tmp_path):
     assert_same(found["merged there"], found["merged here"])
     assert found["weights"]
     assert all("lora_" in key for key in found["weights"])
+
+
+@pytest.mark.slow
+@on_new_ranks(2)
+def test_prompts_are_saved_for_peft(tmp_path):
+    """peft computes what it saves of them by a forward of the module that holds them."""
+    for kind in (PromptTuningConfig, PrefixTuningConfig):
+        folder = tmp_path / kind.__name__
+        model = get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        _, trainer = Script(str(folder), SAVED | SHARDED, model=model, trainer=Trainer).run()
+        trainer.accelerator.wait_for_everyone()
+        opened = PeftModel.from_pretrained(llama(), folder / "checkpoint-4")
+        assert_same(logits_of(opened), logits_of(trainer.model))
 
 
 def best_adapter(folder: str, strategy: str) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,12 @@
-"""The part of a model with peft adapters that a checkpoint stores: trained parameters without the frozen base."""
+"""The parts of a model with peft adapters that are saved: trained parameters without the frozen base, and prompts."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import nn
+
+from fullshard.state.summon import summon_full_params
 
 
 def trained_part(model: nn.Module) -> nn.Module:
@@ -23,6 +27,17 @@ def trained_part(model: nn.Module) -> nn.Module:
             owner, last = _owner(part, name)
             owner.register_buffer(last, buffer)
     return part
+
+
+def computing_prompts(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context within which rank 0 can save the prompts of peft, which are computed from whole parameters.
+
+    Every rank must enter it.
+    """
+    config = getattr(model, "active_peft_config", None)
+    if config is None or not config.is_prompt_learning:
+        return nullcontext()
+    return summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True)
 
 
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:

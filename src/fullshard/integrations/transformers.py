@@ -43,7 +43,7 @@ from fullshard import checkpoint  # noqa: E402
 from fullshard.checkpoint import Merged  # noqa: E402
 from fullshard.errors import ConfigError, StateError  # noqa: E402
 from fullshard.integrations.accelerate import Accelerator  # noqa: E402
-from fullshard.integrations.adapters import trained_part  # noqa: E402
+from fullshard.integrations.adapters import computing_prompts, trained_part  # noqa: E402
 from fullshard.integrations.plugin import FULL, SHARDED, ShardingPlugin, plugin_from_environment  # noqa: E402
 from fullshard.integrations.reporting import numbers_of  # noqa: E402
 from fullshard.integrations.waiting_weights import is_waiting, read_waiting, wait_for, wait_for_others  # noqa: E402
@@ -109,7 +109,9 @@ class _TrainerSharding(transformers.Trainer):
             return
         if _internal_call and self.sharding.state_dict_type == SHARDED:
             return
-        self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        state_dict = self.accelerator.get_state_dict(self.model)
+        with computing_prompts(self.accelerator.unwrap_model(self.model, keep_torch_compile=False)):
+            self._save(output_dir, state_dict=state_dict)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
