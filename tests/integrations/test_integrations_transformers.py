@@ -159,6 +159,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "streamed": {"trainer_arguments": {"train_dataset": Stream()}},
     "own loss": {"trainer_arguments": {"compute_loss_func": mean_loss}},
     "other optimizer": {"arguments": {"optim": "adamw_torch_fused", "lr_scheduler_type": "cosine"}},
+    "adagrad": {"arguments": {"optim": "adagrad"}},
     "zero1": {"config": {"strategy": "zero1"}, "arguments": {"gradient_accumulation_steps": 2}},
     "zero2": {"config": {"strategy": "zero2"}, "arguments": {"gradient_accumulation_steps": 2}},
     "own checkpointing": {"config": {"activation_checkpointing": True}},

@@ -122,7 +122,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             self._start_reports()
             for one in prepared if isinstance(prepared, tuple) else (prepared,):
                 if isinstance(one, AcceleratedOptimizer):
-                    point_to_shards(one.optimizer)  # now, so that nothing keeps unsharded parameters alive
+                    _point_to_shards(one.optimizer)  # now, so that nothing keeps unsharded parameters alive
         return prepared
 
     def prepare_model(
@@ -389,6 +389,17 @@ def _without_torch_fsdp() -> Iterator[None]:
     finally:
         if before is not None:
             os.environ["ACCELERATE_USE_FSDP"] = before
+
+
+def _point_to_shards(optimizer: Optimizer) -> None:
+    """Let `optimizer` update the shards. Adagrad has states before its first step, which are created again."""
+    is_new = isinstance(optimizer, torch.optim.Adagrad) and not any(item["step"] for item in optimizer.state.values())
+    if is_new:
+        optimizer.state.clear()
+    point_to_shards(optimizer)
+    for group in optimizer.param_groups if is_new else ():
+        options = {name: group[name] for name in ("initial_accumulator_value", "fused")}
+        optimizer.state.update(torch.optim.Adagrad(group["params"], **options).state)
 
 
 def _remember_names(model: nn.Module) -> None:
