@@ -1,5 +1,6 @@
 """Ranks with different values of what should be one model: reported immediately, and once."""
 
+import copy
 import pickle
 from functools import partial
 from typing import Any
@@ -69,6 +70,8 @@ def train_with_a_head(care: str) -> list[str]:
     model, head = chain(fully_shard), nn.Linear(5, 1)
     nn.init.ones_(head.weight)
     nn.init.zeros_(head.bias)
+    if care == "thawed":
+        head.requires_grad_(False)
     if care == "sharded":
         fully_shard(head)
     if care == "ignored":
@@ -84,18 +87,27 @@ def train_with_a_head(care: str) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
             rates.step()
+            if care == "thawed":
+                head.requires_grad_(True)
+            if care == "replaced" and not step:
+                head = copy.deepcopy(head)
+                optimizer.param_groups[0]["params"][-2:] = head.parameters()
     return texts
 
 
-@pytest.mark.parametrize("care", ["none", "sharded", "ignored", "averaged"])
+UNCARED = {"none": (2, 3), "thawed": (2, 1), "replaced": (4, 1)}  # the number of parameters, and of steps until then
+
+
+@pytest.mark.parametrize("care", [*UNCARED, "sharded", "ignored", "averaged"])
 def test_parameters_outside_units_that_diverge_are_reported_once(care):
     first, second = run_ranks(2, train_with_a_head, care)
     assert second == []
-    assert len(first) == (care == "none")
+    assert len(first) == (care in UNCARED)
     if first:
-        assert "2 parameters do not belong to any unit (the first has shape (1, 5))" in first[0]
+        count, steps = UNCARED[care]
+        assert f"{count} parameters do not belong to any unit (the first has shape (1, 5))" in first[0]
         assert "outermost module" in first[0]
-        assert "after 3 steps" in first[0]
+        assert f"after {steps} steps" in first[0]
 
 
 def mesh_of_replicas() -> Any:

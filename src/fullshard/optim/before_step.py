@@ -7,6 +7,7 @@ the order of parameters, which must be identical on all ranks.
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -57,8 +58,9 @@ def _sharded(param: Any, optimizer: Optimizer) -> Any:
     return sharded.sharded
 
 
-_noted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""The number of parameters of each optimizer at the last check."""
+_TRAINED = attrgetter("requires_grad")
+_noted: weakref.WeakKeyDictionary[Optimizer, list[tuple[int, bool]]] = weakref.WeakKeyDictionary()
+"""The parameters of each optimizer at the last check, by id, and whether they were trained."""
 _found_unchanged: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """The number of registrations at the last check of the units of each optimizer."""
 
@@ -82,11 +84,11 @@ def register_outside_params(optimizer: Optimizer) -> None:
 
     They are compared if the optimizer also trains units, or if their gradients may come from a backward through units.
     """
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _noted.get(optimizer) == count:
-        return
-    _noted[optimizer] = count
     params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
+    found = [*zip(map(id, params), map(_TRAINED, params), strict=True)]
+    if _noted.get(optimizer) == found:
+        return
+    _noted[optimizer] = found
     managed = next(filter(None, map(managed_by, params)), None)
     outside = [
         param
