@@ -40,6 +40,7 @@ from small_models import (
 )
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Split
 
 from fullshard import (
     MixedPrecisionPolicy,
@@ -48,6 +49,8 @@ from fullshard import (
     fully_shard,
     recording,
     register_fsdp_forward_method,
+    stream_weights,
+    summon_full_params,
 )
 from fullshard.device.accelerator import pretending_to_capture
 from fullshard.engine.hooks import runtime_of
@@ -918,7 +921,7 @@ def test_sums_are_not_written_to_gradients_that_autograd_still_reads():
 # -- ranks that differ ------------------------------------------------------------------------------------------------
 
 
-def build_differently(difference: str) -> str:
+def build_differently(difference: str) -> nn.Module:
     odd = dist.get_rank() == 1
     layers = [Layer() for _ in range(4 if odd and difference == "units" else 3)]
     if odd and difference == "shape":
@@ -927,10 +930,28 @@ def build_differently(difference: str) -> str:
         layers[2].norm.bias.requires_grad_(False)
     if odd and difference == "dtype":
         layers[2].double()
-    model = chain(fully_shard, Chain(layers))
-    with pytest.raises(RankMismatchError) as error:
-        model(inputs())
-    return str(error.value)
+    by_columns = odd and difference == "placement"
+    model = chain(partial(fully_shard, shard_placement_fn=lambda param: Split(param.ndim - 1) if by_columns else None))
+    model = model if difference == "placement" else chain(fully_shard, Chain(layers))
+    if odd and difference == "divisor":
+        model.layers[1].set_gradient_divide_factor(2.0)
+    return model
+
+
+def errors_of_different_models(difference: str) -> list[str]:
+    """Return the messages of operations that are the first ones of a model."""
+    found = []
+    operations: list[Callable[[Any], Any]] = [
+        lambda model: model(inputs()),
+        lambda model: summon_full_params(model).__enter__(),
+        lambda model: list(stream_weights(model)),
+    ]
+    for first in operations:
+        model = build_differently(difference)
+        with pytest.raises(RankMismatchError) as error:
+            first(model)
+        found.append(str(error.value))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -940,15 +961,18 @@ def build_differently(difference: str) -> str:
         ("shape", "up.weight (200, 48)"),
         ("frozen", "norm.bias (48,) stored float32, computed and gathered float32, reduced float32, frozen"),
         ("dtype", "stored float64"),
+        ("placement", "placed (Shard(dim=1),)"),
+        ("divisor", "layers.1, gradients divided by 2"),
     ],
 )
 def test_ranks_with_different_models_raise_the_same_error(difference, stated):
     """No hang: every rank gets the name of the first differing unit, and the difference."""
-    messages = run_ranks(3, build_differently, difference)
-    assert len(set(messages)) == 1
-    assert stated in messages[0]
-    assert "rank 0" in messages[0]
-    assert "rank 1" in messages[0]
+    messages = run_ranks(3, errors_of_different_models, difference)
+    assert messages[0] == messages[1] == messages[2]
+    for message in messages[0]:
+        assert "rank 0" in message
+        assert "rank 1" in message
+    assert stated in messages[0][0]  # names of units are known since the first forward
 
 
 @on_ranks(1)

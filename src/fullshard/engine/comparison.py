@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import zip_longest
 from typing import TypeVar
@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 Digests = Sequence[Sequence[int | None]]
 """Digests of the initial values, by unit and parameter; None where they are unknown."""
 
+_Groups = Sequence[dist.ProcessGroup]
 T = TypeVar("T")
 
 
@@ -32,36 +33,51 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
 
     Ranks that built the model with different values, for example without a common seed, are also reported: with an
     error if ranks would keep different values forever, else with one warning.
-
-    Ranks exchange hashes of a few bytes each. If hashes differ, one rank per hash sends details.
     """
-    unit, rank = units[0], dist.get_rank()
-    descriptions = [_description(unit) for unit in units]
+    unit, groups = units[0], _groups_of(units[0])
+    _check_same_units(units, groups, "comparison of models")
     digests: Digests = [_digests(each_unit, unit.axes) for each_unit in units]
-    hashes = _of_all_ranks((_hash(descriptions), _hash(digests)), unit, "comparison of models")
-    of_models = {other: of_model for other, (of_model, _) in hashes.items()}
-    of_values = {other: of_digests for other, (_, of_digests) in hashes.items()}
-
-    first, *odd = _first_of_each(of_models).values()
-    if odd:
-        peer = _of_all_ranks(descriptions if rank in (first, odd[0]) else [], unit, "comparison of models")
-        raise RankMismatchError(_difference(first, peer[first], odd[0], peer[odd[0]]))
+    of_values = _of_all_ranks(_hash(digests), groups, unit, "comparison of models")
     speakers = _first_of_each(of_values)
     if len(speakers) > 1:  # not always an error: some ranks may not know their values
-        known = _of_all_ranks(digests if rank in speakers.values() else [], unit, "comparison of values")
+        own = digests if dist.get_rank() in speakers.values() else []
+        known = _of_all_ranks(own, groups, unit, "comparison of values")
         _compare_values(units, of_values, {digest: known[speaker] for digest, speaker in speakers.items()})
 
 
+def _check_same_units(units: Sequence[Unit], groups: _Groups, name: str) -> None:
+    found = _first_difference([_description(unit) for unit in units], groups, units[0], name)
+    if found is not None:
+        instead = "Build and shard the same modules in the same order on every rank."
+        raise RankMismatchError(f"ranks have different models. Unit {found}. {instead}")
+
+
+def _first_difference(items: Sequence[str], groups: _Groups, unit: Unit, name: str) -> str | None:
+    """Return the number and the text of the first of `items` that differs between two ranks; None if none does.
+
+    Ranks exchange hashes of a few bytes each. If hashes differ, one rank per hash sends its items.
+    """
+    first, *odd = _first_of_each(_of_all_ranks(_hash(items), groups, unit, name)).values()
+    if not odd:
+        return None
+    peer = _of_all_ranks(items if dist.get_rank() in (first, odd[0]) else [], groups, unit, name)
+    pairs = enumerate(zip_longest(peer[first], peer[odd[0]], fillvalue="no further one"))
+    number, one, other = next((number, one, other) for number, (one, other) in pairs if one != other)
+    return f"{number} is {one} on rank {first}, but {other} on rank {odd[0]}"
+
+
 def _description(unit: Unit) -> str:
-    """Return the unit's name, and the FQN, shape and dtypes of each parameter, as a text for comparison."""
+    """Return the unit's name, and the FQN, shape, placement and dtypes of each parameter, as a text for comparison."""
     params = (
         f"{param.fqn} {tuple(param.sharded.shape)} {param_group.plan.contract}"
         + ("" if param.sharded.requires_grad else ", frozen")
+        + f", placed {param.dtensor.placements}"
         for param_group in unit.param_groups
         for param in param_group.params
     )
-    where = ", on a disk" if unit.shards.is_on_disk else ""
-    return f"{unit.name or 'the root'}{where} ({'; '.join(params)})"
+    where, divisor = ", on a disk" if unit.shards.is_on_disk else "", unit.settings.gradient_divisor
+    divided = "" if divisor is None else f", gradients divided by {divisor:g}"
+    return f"{unit.name or 'the root'}{where}{divided} ({'; '.join(params)})"
 
 
 def _digests(unit: Unit, axes: Axes) -> list[int | None]:
@@ -80,7 +96,7 @@ def _digests(unit: Unit, axes: Axes) -> list[int | None]:
 def are_identical(params: Sequence[nn.Parameter], unit: Unit) -> bool:
     """Return True on all ranks of `unit` if `params`, which are not in a unit, have the same values on each of them."""
     local = _hash([digest(param) for param in params])
-    return len(set(_of_all_ranks(local, unit, "comparison of parameters in no unit").values())) == 1
+    return len(set(_of_all_ranks(local, _groups_of(unit), unit, "comparison of parameters in no unit").values())) == 1
 
 
 def check_same_names(names: Sequence[str], unit: Unit, optimizer: str, *, reason: str, instead: str) -> None:
@@ -93,27 +109,28 @@ def check_same_names(names: Sequence[str], unit: Unit, optimizer: str, *, reason
     Raises:
         RankMismatchError: the names or their order differ.
     """
-    hashes = _of_all_ranks(_hash(list(names)), unit, "comparison of optimizers")
-    first, *odd = _first_of_each(hashes).values()
-    if not odd:
-        return
-    peer = _of_all_ranks(list(names) if dist.get_rank() in (first, odd[0]) else [], unit, "comparison of optimizers")
-    pairs = zip_longest(peer[first], peer[odd[0]], fillvalue="no further one")
-    number, one, other = next((i, one, other) for i, (one, other) in enumerate(pairs) if one != other)
-    raise RankMismatchError(
-        f"{optimizer} has its parameters in different orders: parameter {number} is {one} on rank {first}, but "
-        f"{other} on rank {odd[0]}. {reason} Build its groups from lists in the order of model.named_parameters(), "
-        f"not from a set. {instead}"
-    )
+    found = _first_difference(names, _groups_of(unit), unit, "comparison of optimizers")
+    if found is not None:
+        raise RankMismatchError(
+            f"{optimizer} has its parameters in different orders: parameter {found}. {reason} Build its groups from "
+            f"lists in the order of model.named_parameters(), not from a set. {instead}"
+        )
 
 
 def barrier(units: Sequence[Unit], name: str) -> None:
-    """Wait until all ranks that `units` are sharded over have reached the operation `name`, which gathers values."""
+    """Wait until all ranks that `units` are sharded over have reached the operation `name`, which gathers values.
+
+    Raises:
+        RankMismatchError: A rank has reached another operation, or ranks have different units that have not run yet.
+    """
     sharded = [unit for unit in units if unit.options.placements.optimizer is Placement.SHARDED]
-    groups = [axes.shard_group for unit in sharded for axes in unit.collectives]  # replicas gather by themselves
-    groups += [group for unit in sharded for param in unit.params for group in param.view.process_groups]
-    for group in dict.fromkeys(groups):
-        if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
+    groups = [(axes.shard_group, unit) for unit in sharded for axes in unit.collectives]  # replicas gather alone
+    groups += [(group, unit) for unit in sharded for param in unit.params for group in param.view.process_groups]
+    for group in _communicating(group for group, _ in groups):
+        new = dict.fromkeys(unit for member_of, unit in groups if member_of is group and unit.runtime is None)
+        if new:
+            _check_same_units(list(new), [group], name)
+        else:
             collectives_for(group, units[0].device).barrier(name, origin=Origin("", Phase.IDLE))
 
 
@@ -121,13 +138,10 @@ def _hash(of: object) -> bytes:
     return sha256(repr(of).encode()).digest()
 
 
-def _of_all_ranks(own: T, unit: Unit, name: str) -> dict[int, T]:
-    """Gather `own` from all ranks that have the same parameters as this one; return it by global rank, ascending.
-
-    The result is identical on all of these ranks. It is gathered along one axis and then along the other.
-    """
+def _of_all_ranks(own: T, groups: _Groups, unit: Unit, name: str) -> dict[int, T]:
+    """Gather `own` along `groups`, one after the other. Return it by global rank, ascending, identical on all ranks."""
     known = {dist.get_rank(): own}
-    for group in _groups(unit):
+    for group in groups:
         for others in collectives_for(group, unit.device).gather_objects(
             dict(known), origin=Origin("", Phase.FORWARD), name=name
         ):
@@ -143,24 +157,14 @@ def _first_of_each(hashes: Mapping[int, bytes]) -> dict[bytes, int]:
     return firsts
 
 
-def _groups(unit: Unit) -> list[dist.ProcessGroup]:
+def _groups_of(unit: Unit) -> _Groups:
     """Return the process groups of ranks that have the same parameters as this one."""
-    groups = (unit.axes.shard_group, unit.axes.replicate_group)
-    return [
-        group
-        for group in groups
-        if group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
-    ]
+    return _communicating((unit.axes.shard_group, unit.axes.replicate_group))
 
 
-def _difference(first: int, local: Sequence[str], second: int, peer: Sequence[str]) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(local, peer, strict=False)) if a != b), min(len(local), len(peer)))
-    of_first = local[at] if at < len(local) else "no further unit"
-    of_second = peer[at] if at < len(peer) else "no further unit"
-    return (
-        f"ranks have different models. Unit {at} is {of_first} on rank {first}, but {of_second} on rank {second}. "
-        "Build and shard the same modules in the same order on every rank."
-    )
+def _communicating(groups: Iterable[dist.ProcessGroup | None]) -> _Groups:
+    several = (group for group in dict.fromkeys(groups) if group is not None and dist.get_world_size(group) > 1)
+    return [group for group in several if dist.get_backend(group) != "fake"]
 
 
 def _compare_values(units: Sequence[Unit], hashes: Mapping[int, bytes], digests: Mapping[bytes, Digests]) -> None:
