@@ -2851,12 +2851,13 @@ ELSEWHERE = {
     *("checkpoint/keeper.py", "checkpoint/safety_copy.py"),
     *("checkpoint/manifest.py", "checkpoint/metadata_file.py", "regular_files.py", "_lazy.py"),
 }
-# Functions whose mistakes are made in tests/checkpoint/test_hostile_files.py, tests/checkpoint/test_rank_files.py,
-# tests/engine/test_residency.py and tests/engine/test_optimizers.py.
+# Functions whose mistakes are made in test_hostile_files.py, test_rank_files.py and test_safetensors.py in
+# tests/checkpoint, and in tests/engine/test_residency.py and tests/engine/test_optimizers.py.
 FUNCTIONS_ELSEWHERE = {
     "checkpoint/container.py": {"check_files", "_records", "_start_of_tensor", "_read", "_part_of"},
     "checkpoint/opening.py": {"records"},
     "checkpoint/saved.py": {"_leaves", "_group"},
+    "checkpoint/together.py": {"check_same"},
     "comm/mesh.py": {"check_local_shard"},
     "engine/residency.py": {"_become"},
     "engine/sharded_param.py": {"refuse_tensor_hooks"},

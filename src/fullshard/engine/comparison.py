@@ -32,17 +32,19 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
     """Raise on every rank if the ranks do not have the same units with the same parameters.
 
     Ranks that built the model with different values, for example without a common seed, are also reported: with an
-    error if ranks would keep different values forever, else with one warning.
+    error if ranks would keep different values forever, else with one warning. Some ranks may not know their values.
     """
     unit, groups = units[0], _groups_of(units[0])
-    _check_same_units(units, groups, "comparison of models")
     digests: Digests = [_digests(each_unit, unit.axes) for each_unit in units]
-    of_values = _of_all_ranks(_hash(digests), groups, unit, "comparison of models")
+    local = _hash((digests, [_description(each_unit) for each_unit in units]))
+    if len(set(_of_all_ranks(local, groups, unit, "comparison of models").values())) == 1:
+        return
+    _check_same_units(units, groups, "comparison of models")
+    of_values = _of_all_ranks(_hash(digests), groups, unit, "comparison of values")
     speakers = _first_of_each(of_values)
-    if len(speakers) > 1:  # not always an error: some ranks may not know their values
-        own = digests if dist.get_rank() in speakers.values() else []
-        known = _of_all_ranks(own, groups, unit, "comparison of values")
-        _compare_values(units, of_values, {digest: known[speaker] for digest, speaker in speakers.items()})
+    own = digests if dist.get_rank() in speakers.values() else []
+    known = _of_all_ranks(own, groups, unit, "comparison of values")
+    _compare_values(units, of_values, {digest: known[speaker] for digest, speaker in speakers.items()})
 
 
 def _check_same_units(units: Sequence[Unit], groups: _Groups, name: str) -> None:
