@@ -58,7 +58,8 @@ class ShardingPlugin:
         backward_prefetch: `"BACKWARD_PRE"`, `"BACKWARD_POST"` or `"NO_PREFETCH"`.
         limit_all_gathers: Whether to prefetch at most one unit; if False, two.
         param_dtype: The dtype of unsharded parameters, and so of the all-gather. If None, the dtype of mixed precision,
-            if enabled; `torch.float32` then gives results bitwise equal to DDP under autocast.
+            if enabled; `torch.float32` then gives results bitwise equal to DDP under autocast, except with reentrant
+            checkpoints.
         reduce_dtype: The dtype of the gradient reduction. If None, `torch.float32` under mixed precision.
         output_dtype: The dtype that floating-point outputs of a unit are cast to.
         activation_checkpointing: Whether to recompute units in backward, so that their activations are not kept.
