@@ -159,6 +159,42 @@ def test_microbatches_within_one_autocast_context_add_up_the_same_bits():
         assert_same(within_one_autocast(partial(fully_shard, strategy=strategy)), expected)
 
 
+class CastsEarly(torch.nn.Module):
+    """autocast casts the weights of a layer in a forward without gradients, and a forward with gradients uses them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.how = torch.nn.ModuleList([Layer(), Layer()]), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        if self.how == "target":
+            with torch.no_grad():
+                x = x + second(x)
+            return second(first(x))
+        x = checkpoint(second, first(x), use_reentrant=True)
+        return checkpoint(second, first(x), use_reentrant=True) if self.how == "shared" else x
+
+
+def casts_early(how: str, strategy: str) -> list[Tensor]:
+    model = CastsEarly(how)
+    for layer in model.layers:
+        fully_shard(layer, strategy=strategy)
+    fully_shard(model, strategy=strategy)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(inputs(dist.get_rank())).float().square().mean().backward()
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["target", "checkpoint", "shared"])
+def test_casts_of_forwards_without_gradients_are_not_reused(how):
+    expected = casts_early(how, "ddp")
+    for strategy in ("zero3", "zero2"):
+        assert_same(casts_early(how, strategy), expected, name=strategy)
+
+
 # -- what is sent -----------------------------------------------------------------------------------------------------
 
 

@@ -137,7 +137,9 @@ class HookDriver:
         if call is not None:
             call.watch_outputs(output, self._scheduler.tick())
         unit.finished_modules.add(id(module))
-        if call is not None and call.within is not None:
+        if call is None:
+            torch.clear_autocast_cache()  # gradients of these casts would arrive after the backward of a later call
+        elif call is not None and call.within is not None:
             call.within.left.append(unit)
         self._leave(unit)
         if not self._stack and not in_backward():
@@ -236,6 +238,7 @@ class HookDriver:
     def before_backward(self, call: ForwardCall) -> None:
         """Unshard the unit of `call` again, and start the gather of the next unit."""
         unit = call.unit
+        torch.clear_autocast_cache()  # the same for casts of this pass that another forward could use when recomputed
         if self._reductions.incomplete:
             self._reductions.complete_arrived()
         self._expected.arrive_at(call.within)
