@@ -183,10 +183,8 @@ def _compare_values(units: Sequence[Unit], hashes: Mapping[int, bytes], digests:
         if not odd:
             continue
         unit, param, found = odd[0]
-        first, other = (
-            min(group),
-            next(rank for rank, item in zip(firsts.values(), found, strict=True) if item != found[0]),
-        )
+        first = min(group)
+        other = next(rank for rank, item in zip(firsts.values(), found, strict=True) if item != found[0])
         name = f"{unit.name}.{param.fqn}" if unit.name else param.fqn
         where = f"{len(odd)} parameters, such as {name} on rank {first} and rank {other}"
         stated = f"ranks initialized the model with different values: {where}"
@@ -196,9 +194,8 @@ def _compare_values(units: Sequence[Unit], hashes: Mapping[int, bytes], digests:
             )
         if dist.get_rank() == first:
             _log.warning(
-                ("%s. The trained model would be a mixture of shards from different initializations. %s."),
-                stated,
-                remedy,
+                "%s. The trained model would be a mixture of shards from different initializations. %s.",
+                *(stated, remedy),
             )
 
 

@@ -139,7 +139,7 @@ class HookDriver:
         unit.finished_modules.add(id(module))
         if call is None:
             torch.clear_autocast_cache()  # gradients of these casts would arrive after the backward of a later call
-        elif call is not None and call.within is not None:
+        elif call.within is not None:
             call.within.left.append(unit)
         self._leave(unit)
         if not self._stack and not in_backward():
