@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, clear_autocast_cache
 from torch.autograd.graph import Node
 
 from fullshard._compat import next_node_number
@@ -108,8 +108,10 @@ class ForwardCall:
                 known.add(id(tensor))
                 is_awaited = True
                 tensor.register_hook(partial(self._before_output, self._is_in_order(tensor)))
-        if is_awaited and self.within is not None:
-            self.within.awaited.append((self.start, self.unit))
+        if self.within is not None:
+            self.within.left.append(self.unit)
+            if is_awaited:
+                self.within.awaited.append((self.start, self.unit))
 
     def _is_in_order(self, tensor: Tensor) -> bool:
         """Return True if the gradient of `tensor` is complete exactly when everything created after it is done."""
@@ -121,6 +123,7 @@ class ForwardCall:
             self._runtime.end_calls_since(self._end)
         if self._serial != serial:
             self._serial = serial
+            clear_autocast_cache()  # casts of this pass, which another forward could use when it is recomputed
             self._runtime.before_backward(self)
 
     def _after_input(self, grad: Tensor | None) -> None:

@@ -134,13 +134,11 @@ class HookDriver:
         call = self._stack.pop()[1]
         evaluated = () if self._stack or torch.is_grad_enabled() else self._units
         output = copy_returned_params(unit, cast_outputs(unit, output), evaluated)
-        if call is not None:
-            call.watch_outputs(output, self._scheduler.tick())
-        unit.finished_modules.add(id(module))
         if call is None:
             torch.clear_autocast_cache()  # gradients of these casts would arrive after the backward of a later call
-        elif call.within is not None:
-            call.within.left.append(unit)
+        else:
+            call.watch_outputs(output, self._scheduler.tick())
+        unit.finished_modules.add(id(module))
         self._leave(unit)
         if not self._stack and not in_backward():
             self._end_forward(unit, raised=output is None and sys.exc_info()[1] is not None)
@@ -238,7 +236,6 @@ class HookDriver:
     def before_backward(self, call: ForwardCall) -> None:
         """Unshard the unit of `call` again, and start the gather of the next unit."""
         unit = call.unit
-        torch.clear_autocast_cache()  # the same for casts of this pass that another forward could use when recomputed
         if self._reductions.incomplete:
             self._reductions.complete_arrived()
         self._expected.arrive_at(call.within)
