@@ -383,7 +383,7 @@ def test_a_value_that_would_run_code_is_refused(tmp_path):
     [
         (
             {"extra": {"a": [1, {"b": Path("x")}]}},
-            r"the checkpoint's \['extra'\]\['a'\]\[1\]\['b'\] is a pathlib.PosixPath",
+            r"the checkpoint's \['extra'\]\['a'\]\[1\]\['b'\] is a pathlib[.a-z_]*.PosixPath",
         ),
         (
             {"data": Position({"sampler": random.Random(1)})},

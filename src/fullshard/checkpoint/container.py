@@ -109,7 +109,8 @@ class _Writer(dcp.FileSystemWriter):
                     if isinstance(data, Tensor):
                         torch.save(_with_own_storage(data), stream)
                     else:
-                        stream.write(data.getbuffer())
+                        with data.getbuffer() as view:  # released after an error, too
+                            stream.write(view)
                     nbytes = stream.tell() - start
                     results.append(WriteResult(item.index, nbytes, storage_info(name, start, nbytes)))
         except Exception as error:
