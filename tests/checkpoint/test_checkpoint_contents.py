@@ -174,7 +174,7 @@ def reported_of_hyperparameters(folder: Path, rates: tuple[float, float], platea
 
 
 def test_hyperparameters_that_differ_between_ranks_are_reported(tmp_path):
-    """A schedule by each rank's loss, say. Other parameters can have others, and last digits can differ."""
+    """Last digits may differ, and so may the hyperparameters of different parameters."""
     for rates, plateau, others, expected in (
         ((0.1, 0.1), False, False, 0),
         ((0.1, 0.1 + 1e-14), False, False, 0),

@@ -972,7 +972,7 @@ def test_ranks_with_different_models_raise_the_same_error(difference, stated):
     for message in messages[0]:
         assert "rank 0" in message
         assert "rank 1" in message
-    assert stated in messages[0][0]  # names of units are known since the first forward
+    assert stated in messages[0][0]  # units have no names before the first forward
 
 
 @on_ranks(1)

@@ -72,7 +72,7 @@ class Contents:
     def entries(self, ranks: GroupRanks, doing: str) -> dict[str, Any]:
         """Return this rank's entries as nested dicts. Ranks exchange checksums of their plain tensors.
 
-        The first rank warns if ranks have different hyperparameters, such as learning rates.
+        The first rank logs a warning if ranks have different hyperparameters, such as learning rates.
 
         Raises:
             CheckpointError: A rank failed. `doing` begins the message.
@@ -101,7 +101,7 @@ class Contents:
 
 
 def _warn_of_differences(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    """Warn if a rank has other hyperparameters than the first one for the same parameters."""
+    """Log a warning if a rank and the first rank have different hyperparameters for the same parameters."""
     for number, first in of_ranks[0].items():
         for rank, groups in enumerate(of_ranks):
             other = groups.get(number, {})

@@ -48,10 +48,11 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
 
 
 def _check_same_units(units: Sequence[Unit], groups: _Groups, name: str) -> None:
+    """Raise on every rank of `groups` if the ranks have different `units`. `name` is the operation for messages."""
     found = _first_difference([_description(unit) for unit in units], groups, units[0], name)
     if found is not None:
-        instead = "Build and shard the same modules in the same order on every rank."
-        raise RankMismatchError(f"ranks have different models. Unit {found}. {instead}")
+        remedy = "Build and shard the same modules in the same order on every rank."
+        raise RankMismatchError(f"ranks have different models. Unit {found}. {remedy}")
 
 
 def _first_difference(items: Sequence[str], groups: _Groups, unit: Unit, name: str) -> str | None:
