@@ -334,7 +334,7 @@ def measured(world: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.profiler import ProfilerActivity, profile
 
-    from fullshard._compat import fake_store
+    from fullshard._dry_compat import fake_store
 
     store = dist.HashStore() if world == 1 else fake_store()
     dist.init_process_group("nccl" if world == 1 else "fake", store=store, rank=0, world_size=world)

@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.bench.model import Model, Shape
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, OffloadPolicy, clip_grad_norm_, dry, fully_shard
-from fullshard._compat import fake_store
+from fullshard._dry_compat import fake_store
 from fullshard.optim import clipping, local_steps
 from fullshard.plan.timeline import lay_out
 from fullshard.versions import versions

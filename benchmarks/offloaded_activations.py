@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import Offload, fully_shard
-from fullshard._compat import storage_watch
+from fullshard._dry_compat import storage_watch
 from fullshard.engine.hooks import runtime_of
 from fullshard.testing import run_ranks
 from fullshard.versions import versions

@@ -47,7 +47,7 @@ from benchmarks.bench.turns import Span
 from benchmarks.bench.workload import Workload
 from benchmarks.one_gpu import busy_ms, send_nothing
 from fullshard import MixedPrecisionPolicy, dry, fully_shard
-from fullshard._compat import fake_store
+from fullshard._dry_compat import fake_store
 from fullshard.plan.calibration import calibrate
 from fullshard.plan.costs import Costs, costs_of
 from fullshard.plan.cpu_costs import core_seconds, step_seconds

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.bench.systems import SYSTEMS
 from benchmarks.bench.turns import Turn, timed
 from benchmarks.bench.workload import Workload
-from fullshard._compat import storage_watch
+from fullshard._dry_compat import storage_watch
 from fullshard.plan.memory_used import PeakBytes, PeakMemory
 
 __all__ = ["WATCHED_STEPS", "Prepared", "Training"]

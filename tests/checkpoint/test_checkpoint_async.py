@@ -17,7 +17,7 @@ from small_models import Chain, Layer, chain, inputs, take_step, whole
 from torch import Tensor, nn
 
 from fullshard import CheckpointError, fully_shard
-from fullshard._compat import storage_watch
+from fullshard._dry_compat import storage_watch
 from fullshard.checkpoint import async_save, container, latest, load, save, saving
 from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.staging import HostMemory

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim import lr_scheduler
 
 from fullshard import CheckpointError, CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from fullshard._compat import storage_watch
+from fullshard._dry_compat import storage_watch
 from fullshard.checkpoint import contents, load, save
 from fullshard.checkpoint.plain import are_same
 from fullshard.integrations.joined_optimizers import joined

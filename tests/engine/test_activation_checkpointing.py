@@ -33,7 +33,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fullshard import fully_shard, recording
-from fullshard._compat import storage_watch
+from fullshard._dry_compat import storage_watch
 from fullshard.engine.registry import units_in
 from fullshard.tape.recorder import Phase
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fullshard.optim.muon
 from fullshard import FullyShardedDataParallel, Placement, Placements, RankMismatchError, fully_shard, recording
-from fullshard._compat import storage_watch
+from fullshard._dry_compat import storage_watch
 from fullshard.comm.native import NativeCollectives
 from fullshard.comm.routes import collectives_for
 from fullshard.layout.shard_spec import owned

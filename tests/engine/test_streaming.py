@@ -24,7 +24,7 @@ from fullshard import (
     recording,
     stream_weights,
 )
-from fullshard._compat import storage_watch
+from fullshard._dry_compat import storage_watch
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 

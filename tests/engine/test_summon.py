@@ -41,7 +41,7 @@ from fullshard import (
     stream_weights,
     summon_full_params,
 )
-from fullshard._compat import storage_watch
+from fullshard._dry_compat import storage_watch
 from fullshard.checkpoint import async_save, export_safetensors, save, snapshot
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy

@@ -45,7 +45,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
 from fullshard import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
-from fullshard._compat import storage_watch
+from fullshard._dry_compat import storage_watch
 from fullshard.engine.registry import units_in
 from fullshard.testing import assert_same
 from fullshard.wrap import transformer_auto_wrap_policy

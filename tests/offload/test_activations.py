@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, StateError, dry, fully_shard
-from fullshard._compat import saved_tensor_hooks, storage_watch
+from fullshard._compat import saved_tensor_hooks
+from fullshard._dry_compat import storage_watch
 from fullshard.disk.space import Scratch
 from fullshard.engine import activations, offloaded
 from fullshard.engine.activations import tiers_of

@@ -641,7 +641,7 @@ def test_the_memory_of_a_recording_does_not_grow_with_its_steps(monkeypatch, tmp
 def run_alone(function: Any) -> Any:
     import torch.distributed as dist
 
-    from fullshard._compat import fake_store
+    from fullshard._dry_compat import fake_store
 
     dist.init_process_group("fake", rank=0, world_size=1, store=fake_store())
     try:

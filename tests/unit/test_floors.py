@@ -22,6 +22,7 @@ ROOMS: dict[str, list[str] | None] = {
     "layout": ["offsets", "shard_spec", "group_layout", "slots", "coverage"],
     "_fakes": None,
     "_compat": None,
+    "_dry_compat": None,
     "device": ["cuda_graph", "streams", "host_memory", "accelerator", "memory", "awaited", "current", "transfers"],
     "disk": ["interface", "folder", "pace", "files", "buffers", "space", "tensors", "speed", "prediction"],
     "tape": ["recorder", "tape", "context"],

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard._compat import autocast_of_cuda_on_cpu, below_autograd, kernels_instead, unpacked
+from fullshard._compat import unpacked
+from fullshard._dry_compat import autocast_of_cuda_on_cpu, below_autograd, kernels_instead
 from fullshard.dry import rnn
 
 _ATEN = torch.ops.aten

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard._compat import below_autograd
+from fullshard._dry_compat import below_autograd
 
 _ATEN = torch.ops.aten
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # of cuDNN

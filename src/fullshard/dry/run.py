@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard._compat import (
+from fullshard._dry_compat import (
     copyable_fakes,
     fake_store,
     fake_tensors,

@@ -13,17 +13,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard._compat import (
-    FakeTensor,
-    are_real,
-    data_dependent_errors,
-    finished_work,
-    group_of,
-    grouped_product,
-    has_group,
-    is_wrapper_type,
-    outside_of_modes,
-)
+from fullshard._compat import FakeTensor, is_wrapper_type, outside_of_modes
+from fullshard._dry_compat import are_real, data_dependent_errors, finished_work, group_of, grouped_product, has_group
 from fullshard._fakes import ASKS_DEVICE, QuickFakes
 from fullshard.device.awaited import Awaited
 from fullshard.dry.flops import flops_of, skipped_flops_of

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard._compat import fake_tensors, inner_tensors, storage_watch
+from fullshard._compat import inner_tensors
+from fullshard._dry_compat import fake_tensors, storage_watch
 from fullshard.comm.codec import codec_named
 from fullshard.comm.encoded import error_feedback_numel
 from fullshard.comm.mesh import resolve_groups

@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fullshard import dry
-from fullshard._compat import data_dependent_errors
+from fullshard._dry_compat import data_dependent_errors
 from fullshard.dry.run import fused_adamw
 from fullshard.dry.watch import EndlessLoopError
 from fullshard.engine.hooks import without_sync

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard import _compat, _fakes, dry
+from fullshard import _compat, _dry_compat, _fakes, dry
 from fullshard.dry.run import own_loss
 from fullshard.errors import ConfigError, StateError
 from fullshard.policy.arguments import mismatch
@@ -255,7 +255,8 @@ def _stated(frame: traceback.FrameSummary) -> str:
 def _watches(frame: traceback.FrameSummary) -> bool:
     """Return True if the frame belongs to the dry run, which intercepts all torch operations."""
     file = Path(frame.filename)
-    return file.parent == Path(dry.__file__).parent or file in (Path(_fakes.__file__), Path(_compat.__file__))
+    others = (str(module.__file__) for module in (_compat, _dry_compat, _fakes))
+    return file.parent == Path(dry.__file__).parent or frame.filename in others
 
 
 def _is_own(frame: traceback.FrameSummary) -> bool:
