@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import re
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -113,6 +116,36 @@ def in_pipeline_stage() -> bool:
     return stage is not None and _is_within(sys._getframe(1), stage._PipelineStageBase.forward_one_chunk.__code__)
 
 
+_VISITS = threading.RLock()
+# A process that is forked waits for the end of a visit, or its collector would stay disabled.
+os.register_at_fork(before=_VISITS.acquire, after_in_parent=_VISITS.release, after_in_child=_VISITS.release)
+
+
+def visits_frames(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that visits callers of other threads' frames, so that no garbage collection starts in it.
+
+    In Python 3.11, `frame.f_back` may start one. Other threads run during its finalizers and may return from the frame
+    that is about to be visited. Then the result is an arbitrary object, or the memory of another frame is overwritten.
+    Later versions collect only between instructions.
+    """
+    if sys.version_info >= (3, 12):
+        return function
+
+    @wraps(function)
+    def visit(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _VISITS:
+            was_enabled = gc.isenabled()
+            gc.disable()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if was_enabled:
+                    gc.enable()
+
+    return visit
+
+
+@visits_frames
 def in_backward_of_inputs() -> bool:
     """Return True while `stage_backward_input` of `torch.distributed.pipelining` runs in any thread."""
     module = sys.modules.get("torch.distributed.pipelining._backward")
@@ -124,6 +157,7 @@ def in_backward_of_inputs() -> bool:
     return any(_is_within(frame, code) for frame in sys._current_frames().values())
 
 
+@visits_frames
 def in_pass_for_inputs() -> bool:
     """Return True while `torch.autograd.grad` or `backward(inputs=...)` runs in any thread."""
     return any(_takes_inputs(frame) for frame in sys._current_frames().values())  # for threads, see above

@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from fullshard._compat import visits_frames
 from fullshard.errors import FullshardError
 from fullshard.tape.recorder import Origin, Phase
 
@@ -360,16 +361,13 @@ _COLLECTIVES = tuple(
 _LEAVING = ("destroy_process_group", "abort")  # these do not wait for other ranks
 
 
-def _frame_of(thread: int | None) -> FrameType | None:
-    return sys._current_frames().get(thread or 0)
-
-
+@visits_frames
 def _torch_call_of(thread: int, after: float) -> _TorchCall | None:
     """Return the collective of torch that `thread` is in, with the name of the call; None if it is in none.
 
     Collectives are also called by other functions of torch, such as `DTensor.full_tensor`: the outermost one counts.
     """
-    frame, found = _frame_of(thread), None
+    frame, found = sys._current_frames().get(thread), None
     while frame is not None and (found is not None or _is_of(frame, _LIBRARIES)):
         is_torchs = _is_of(frame, (_TORCH,))
         if frame.f_code.co_filename in _COLLECTIVES or (found is not None and is_torchs and _is_public(frame)):
@@ -397,9 +395,10 @@ def _is_public(frame: FrameType) -> bool:
     )
 
 
+@visits_frames
 def _line_of(thread: int | None) -> str:
     """Return the line that `thread` is at, in the user's own code if there is any on the stack."""
-    innermost = frame = _frame_of(thread)
+    innermost = frame = sys._current_frames().get(thread or 0)
     while frame is not None and _is_of(frame, _LIBRARIES):
         frame = frame.f_back
     frame = frame or innermost
