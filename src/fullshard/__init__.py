@@ -25,6 +25,7 @@ from fullshard.errors import (
 )
 
 if TYPE_CHECKING:
+    from fullshard import checkpoint, dry, fsdp1, optim, wrap  # noqa: F401
     from fullshard.fsdp1 import *  # noqa: F403  # its `__all__` is public here, too
     from fullshard.fsdp_module import (
         FSDPModule,
@@ -112,6 +113,7 @@ else:
             "fullshard.state.summon": ["summon_full_params"],
             "fullshard.tape.recorder": ["recording"],
         },
+        submodules=("checkpoint", "dry", "fsdp1", "optim", "testing", "wrap"),
     )
 
 __version__ = "0.1.0"

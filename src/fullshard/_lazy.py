@@ -7,9 +7,9 @@ from typing import Any
 
 
 def lazy_names(
-    package: str, modules: Mapping[str, Sequence[str]]
+    package: str, modules: Mapping[str, Sequence[str]], submodules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the functions `__getattr__` and `__dir__` (PEP 562) of a package with lazily imported names.
+    """Return `__getattr__` and `__dir__` (PEP 562) of a package, for names and submodules that are imported lazily.
 
     Define them where type checkers do not look, since a module with `__getattr__` has every name for them:
 
@@ -21,13 +21,16 @@ def lazy_names(
     origins = {name: module for module, names in modules.items() for name in names}
 
     def get(name: str) -> Any:
-        if name not in origins:
+        if name in origins:
+            value = getattr(importlib.import_module(origins[name]), name)
+        elif name in submodules:
+            value = importlib.import_module(f"{package}.{name}")
+        else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(origins[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *origins})
+        return sorted({*vars(sys.modules[package]), *origins, *submodules})
 
     return get, names

@@ -2,10 +2,14 @@
 
 import enum
 import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
+
+import fullshard
 
 DOCUMENTED = {
     "fullshard": [
@@ -213,3 +217,10 @@ def test_public_names_exist_and_are_explained(module):
 def test_other_names_raise_attribute_errors(module):
     with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
         _ = import_module(module).nothing
+
+
+def test_public_modules_are_imported_on_first_access():
+    modules = [name for name in DOCUMENTED if name.count(".") == 1]
+    script = f"import fullshard\nfor name in {modules}:\n    assert eval(name).__name__ == name"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert {name.partition(".")[2] for name in modules} <= set(dir(fullshard))
