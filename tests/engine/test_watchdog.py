@@ -33,7 +33,7 @@ from shared_ranks import on_new_ranks
 
 import fullshard
 from fullshard import ConfigError, RankMismatchError, set_collective_timeout
-from fullshard._compat import in_backward_of_inputs, in_pass_for_inputs
+from fullshard._compat import in_backward_of_inputs, in_pass_for_inputs, visits_frames
 from fullshard.comm.pairwise import PairwiseCollectives
 from fullshard.comm.routes import collectives_for
 from fullshard.liveness import watchdog
@@ -830,7 +830,12 @@ NESTED: dict[str, Any] = {}
 exec("def nested(depth, begin, wait): return nested(depth - 1, begin, wait) if depth else (begin(), wait())", NESTED)
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="later versions collect garbage only between instructions")
+visits_pause_collections = pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="later versions collect garbage only between instructions"
+)
+
+
+@visits_pause_collections
 @pytest.mark.parametrize(
     ("visit", "visitor"),
     [
@@ -869,6 +874,25 @@ def test_no_garbage_is_collected_while_frames_of_another_thread_are_visited(visi
     assert collecting
     assert visitor not in collecting
     assert gc.isenabled()
+
+
+@visits_pause_collections
+def test_a_process_that_is_forked_during_a_visit_collects_garbage():
+    begun = Event()
+
+    @visits_frames
+    def visit() -> None:
+        begun.set()
+        sleep(0.2)
+
+    visiting = Thread(target=visit)
+    visiting.start()
+    begun.wait()
+    child = os.fork()
+    if not child:
+        os._exit(0 if gc.isenabled() else 1)
+    visiting.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_first_step_ends_with_the_second_one_or_when_collectives_repeat():
