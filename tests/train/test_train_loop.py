@@ -26,7 +26,7 @@ from fullshard.plan.forecast import Forecast, Forecasting
 from fullshard.plan.ledger import predict_on_disk
 from fullshard.train.check import check
 from fullshard.train.evaluate import validation_loss
-from fullshard.train.loop import resolved, train
+from fullshard.train.loop import agreed_text, resolved, train
 from fullshard.train.model import GPT, shape_of
 from fullshard.train.options import parse_settings
 from fullshard.train.predicting import Machine, disk_lines, disk_traffic, forecast_run, machine_of
@@ -285,9 +285,19 @@ def test_weights_on_disk_validate_as_the_run_did(two_ranks):
     settings = parse_settings(["--config", str(two_ranks / SETTINGS)])
     model = GPT(shape_of(settings.model))
     model.load_state_dict(load_file(two_ranks / WEIGHTS))
-    text = write_text(find_text(settings.text.text), two_ranks / "text")
+    text = write_text(find_text(settings.text.text), two_ranks / ".text")
     again = validation_loss(model, text, settings, this_rank())
     assert again == pytest.approx(losses(two_ranks)[-1], rel=1e-6)
+
+
+@on_ranks(1)
+def test_a_run_that_was_killed_while_it_wrote_its_text_is_no_text(tmp_path):
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text("some text\n" * 1000)
+    source = find_text(tmp_path)
+    agreed_text(source, tmp_path / "run", this_rank())
+    assert (tmp_path / "run").is_dir()
+    assert find_text(tmp_path) == source
 
 
 @on_ranks(4)
@@ -307,7 +317,7 @@ def train_where_nothing_fits(folder: Path, file: str) -> tuple[type[BaseExceptio
     source = check(settings, rank.world)
     if file == "text":
         source = find_text(folder / "source")
-        file = f"text/text.bin.{os.getpid()}.tmp"
+        file = f".text/text.bin.{os.getpid()}.tmp"
     dist.barrier()  # until both have checked
     if rank.leads:
         link = out.with_name(file) if file == out.name else out / file
@@ -326,7 +336,7 @@ def train_where_nothing_fits(folder: Path, file: str) -> tuple[type[BaseExceptio
     ("file", "named"),
     [
         ("run", "run: cannot be written"),
-        ("text", "run/text/text.bin: cannot be written"),
+        ("text", r"run/\.text/text\.bin: cannot be written"),
         ("settings.yaml", "run/settings.yaml: cannot be written"),
         ("metrics.jsonl", "run/metrics.jsonl: cannot be written"),
         ("samples.txt", "run/samples.txt: cannot be written"),

@@ -558,7 +558,7 @@ def agreed(value: T, rank: Rank) -> T:
 
 def agreed_text(source: TextSource, out: Path, rank: Rank) -> Text:
     """Return the text. One rank of every machine writes it before other ranks read it."""
-    cache = out / "text"
+    cache = out / ".text"  # hidden, so that it is not text for a later run if this one is killed now
     do_together(lambda: None if rank.local_index else write_text(source, cache), rank.world)
     return do_together(lambda: write_text(source, cache), rank.world)
 
