@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -312,12 +313,12 @@ def test_as_many_ranks_share_a_step_as_before():
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def start(out: Path) -> subprocess.Popen[str]:
+def start(out: Path, *more: str) -> subprocess.Popen[str]:
     """Return the trainer on two ranks, for far longer than anybody waits."""
     argv = ["train", "--no-predict", "--ranks", "2", *QUICK, "--steps", "100000", "--out", str(out)]
     saving = ["--checkpoint-every", "50", "--resume", "auto", "--validate-every", "0", "--sample-every", "0"]
     return subprocess.Popen(
-        [sys.executable, "-m", "fullshard.cli", *argv, *saving],
+        [sys.executable, "-m", "fullshard.cli", *argv, *saving, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -342,6 +343,21 @@ def test_sigterm_saves_and_ends_with_a_code_that_means_start_me_again(tmp_path):
         assert Manifest.read(latest(tmp_path / "checkpoints")).step == last["step"] >= reached
         reached = last["step"]  # or the next round would ask ranks to stop that have not begun
         assert ("Resuming after step" in out) == (round_ > 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process of the end of its parent")
+def test_a_killed_launcher_leaves_no_ranks_that_write_to_the_run(tmp_path):
+    run, ranks = start(tmp_path, "--checkpoint-every", "100000"), []
+    try:
+        wait_for_step(tmp_path, 3)
+        ranks = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+        assert len(ranks) == 2
+        run.kill()
+        run.communicate(timeout=20)  # until no process has its output open
+    finally:
+        for pid in (run.pid, *ranks):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_only_the_ranks_that_save_heed_sigterm():

@@ -13,6 +13,7 @@ from fullshard.train.options import COMMAND, parse_settings
 from fullshard.train.progress import restore_terminal
 from fullshard.train.ranks import (
     check_restarts,
+    end_with_launcher,
     process_group,
     rank_from_environment,
     ranks_of_machine,
@@ -68,6 +69,7 @@ def train_on_this_rank(argv: Sequence[str], *, has_group: bool = False) -> int:
     if not has_group:
         # Ctrl-C ends a rank immediately and without output: it may be waiting for a rank that has already ended.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_with_launcher()
     settings = parse_settings(argv)
     check_restarts(settings.checkpoints.safety_copy_every)
     rank = rank_from_environment()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +20,8 @@ from fullshard.device.current import count_devices, set_current_device, usual_de
 from fullshard.errors import ConfigError
 
 T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,15 @@ class Rank:
 def runs_under_torchrun() -> bool:
     """Return True if a launcher has started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def end_with_launcher() -> None:
+    """Let the system kill this process when the launcher that started it is killed (Linux).
+
+    Otherwise the ranks would continue, and write to the run's folder at the same time as a resumed run.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def rank_from_environment() -> Rank:
