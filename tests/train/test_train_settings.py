@@ -208,7 +208,7 @@ def test_what_ranks_run_on_is_checked() -> None:
             check(TrainSettings(parallelism=ParallelSettings(**requested)), world=1)
 
 
-def test_a_graph_needs_a_gpu_and_no_offload() -> None:
+def test_a_graph_needs_a_gpu_and_no_offload_and_no_destination_of_a_report() -> None:
     captured = OptimizationSettings(capture=True)
     with mock.patch("torch.cuda.is_available", lambda: False), pytest.raises(ConfigError, match=r"--capture: .* a GPU"):
         check(TrainSettings(optimization=captured), world=1)
@@ -218,3 +218,8 @@ def test_a_graph_needs_a_gpu_and_no_offload() -> None:
         pytest.raises(ConfigError, match="Leave out --capture or --offload-parameters-cpu"),
     ):
         check(TrainSettings(optimization=captured, memory=offloaded), world=1)
+    with (
+        mock.patch("torch.cuda.is_available", lambda: True),
+        pytest.raises(ConfigError, match=r"--log-to with --capture: .* Leave one of them out"),
+    ):
+        check(TrainSettings(optimization=captured, run=RunSettings(log_to="tensorboard")), world=1)

@@ -43,6 +43,8 @@ def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
     _check_memory(settings.memory, settings.parallelism)
     if settings.optimization.capture:
         _check_capture(settings.memory)
+        if settings.run.log_to is not None:
+            raise ConfigError("--log-to with --capture: a captured run has no report. Leave one of them out.")
     _check_run(settings.run)
     shape_of(settings.model)
     source = find_text(settings.text.text)
