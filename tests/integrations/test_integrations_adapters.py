@@ -76,6 +76,31 @@ def test_adapters_train_resume_open_and_merge(tmp_path):
     assert all("lora_" in key for key in found["weights"])
 
 
+def partly_frozen(seed: int) -> PeftModel:
+    """Build a model with an adapter of which one half is frozen, and a second adapter that is not active."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    base = llama()
+    torch.manual_seed(seed)
+    model = get_peft_model(base, config)
+    model.add_adapter("other", config)
+    for name, param in model.named_parameters():
+        if "lora_A" in name:
+            torch.nn.init.normal_(param, std=0.1)
+            param.requires_grad_(False)
+    return model
+
+
+@on_new_ranks(2)
+def test_frozen_parameters_of_adapters_are_saved(tmp_path):
+    arguments = SAVED | SHARDED | {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+    whole, first = Script(tmp_path, arguments, model=partly_frozen(1), trainer=Trainer).run()
+    second = Script(tmp_path, arguments, model=partly_frozen(2), trainer=Trainer, resume=f"{tmp_path}/checkpoint-2")
+    resumed, trainer = second.run()
+    assert resumed.losses == whole.losses[2:]
+    for (name, value), param in zip(first.model.named_parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(value.full_tensor(), param.full_tensor()), name
+
+
 @pytest.mark.slow
 @on_new_ranks(2)
 def test_prompts_are_saved_for_peft(tmp_path):

@@ -1,4 +1,4 @@
-"""The parts of a model with peft adapters that are saved: trained parameters without the frozen base, and prompts."""
+"""The parts of a model with peft adapters that are saved: adapters and trained parameters, and prompts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from fullshard.state.summon import summon_full_params
 
 
 def trained_part(model: nn.Module) -> nn.Module:
-    """Return `model`, or for a model with peft adapters, a module with only its trained parameters and its buffers.
+    """Return `model`, or for a model with peft adapters, a module without the frozen base.
 
-    They are the same objects under the same names, so values loaded into this module are also loaded into `model`.
+    It has all parameters of the adapters, including frozen ones, the other trained parameters, and the buffers. They
+    are the same objects under the same names, so values loaded into this module are also loaded into `model`.
     """
-    if not hasattr(model, "peft_config"):
+    adapters = getattr(model, "peft_config", None)
+    if adapters is None:
         return model
     part = nn.Module()
     for name, param in model.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad or not adapters.keys().isdisjoint(name.split(".")):
             owner, last = _owner(part, name)
             owner.register_parameter(last, param)
     kept = model.state_dict().keys()
