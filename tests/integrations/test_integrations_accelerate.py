@@ -13,10 +13,10 @@ import pytest
 import torch
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
+from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, ProjectConfiguration
 from hf_models import Sentences, llama, names_in
 from shared_ranks import on_new_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
@@ -99,6 +99,28 @@ def test_losses_are_those_of_ddp(max_norm):
     for strategy, actual in losses.items():
         # The norm is added up part by part, and so rounded in another way than where every gradient is whole.
         assert actual == (pytest.approx(expected, rel=1e-6) if max_norm else expected), strategy
+
+
+def statistics_of(make: Callable[..., Any], **options: Any) -> list[Tensor]:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    torch.manual_seed(0)
+    accelerator = make(**options)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    for step in range(3):
+        batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + accelerator.process_index))
+        accelerator.backward(model(batch).square().mean())
+    return list(model.buffers())
+
+
+@pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
+@on_new_ranks(2)
+def test_statistics_of_batch_norms_are_those_of_ddp():
+    for broadcasts in (True, False):
+        options = {"kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=broadcasts)]}
+        expected = statistics_of(ddp, **options)
+        assert_same(statistics_of(sharded(), **options), expected)
+    assert_same(statistics_of(sharded("zero2")), statistics_of(ddp))
 
 
 @pytest.mark.slow

@@ -143,7 +143,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
                     f"prepare got a {type(model).__name__} around a {type(inner).__name__}. Pass the model itself: "
                     "prepare shards it first and then compiles it."
                 )
-            shard(model, self.sharding, computes_in=_COMPUTES_IN.get(self.mixed_precision) if self.native_amp else None)
+            shard(
+                model,
+                self.sharding,
+                computes_in=_COMPUTES_IN.get(self.mixed_precision) if self.native_amp else None,
+                broadcast_buffers=self.ddp_handler is None or self.ddp_handler.broadcast_buffers,
+            )
             _remember_names(model)
         # In evaluation mode accelerate does everything except wrapping the model.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)

@@ -30,13 +30,17 @@ from fullshard.wrap import AutoWrapPolicy, ModuleWrapPolicy, size_based_auto_wra
 logger = logging.getLogger(__name__)
 
 
-def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype | None) -> None:
+def shard(
+    model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype | None, broadcast_buffers: bool = True
+) -> None:
     """Shard `model` in place: make units of it and of modules in it. A model that is sharded already is not changed.
 
     Args:
         model: The model, identical on every rank; on the CPU, a GPU or the meta device.
         plugin: The sharding options.
         computes_in: The dtype of mixed precision, if enabled. Trained parameters are then kept in float32.
+        broadcast_buffers: Whether the first forward after a step broadcasts the buffers of rank 0, as under DDP. Models
+            whose buffers are not saved, such as the frequencies of rotary embeddings, do not need it.
 
     Raises:
         ConfigError: `plugin` names classes or modules that the model does not have.
@@ -57,6 +61,7 @@ def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype 
             reshard_after_forward=plugin.reshard_after_forward,
             mp_policy=_precision(plugin, computes_in),
             offload_policy=plugin.offload_policy,
+            broadcast_buffers=broadcast_buffers and _saves_buffers(model),
         ),
         prefetches_forward=plugin.forward_prefetch is not False,
         backward_prefetch=PREFETCHES[plugin.backward_prefetch or "BACKWARD_PRE"],
@@ -151,6 +156,10 @@ def _checkpoint_activations(model: Any, units: Iterable[nn.Module], offload: boo
 
 
 # ---------------------------------------------------------------------------------------------------- starting values
+
+
+def _saves_buffers(model: nn.Module) -> bool:
+    return any(module._buffers.keys() - module._non_persistent_buffers_set for module in model.modules())
 
 
 def _has_values_on_first_rank(model: nn.Module) -> bool:
