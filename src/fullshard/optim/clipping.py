@@ -39,7 +39,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients down so that their total norm is at most `max_norm`, and return the norm before scaling.
 
-    Every rank gets the same norm. For a given world size, its bits do not depend on the strategy: the norm is computed
+    Every rank gets the same norm. For a given mesh, its bits do not depend on the strategy: the norm is computed
     for each rank's shard of each gradient, even if the rank has the full gradient, and combined in rank order. The
     order of `parameters` does not matter, and may differ between ranks.
 
