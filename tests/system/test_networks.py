@@ -166,7 +166,7 @@ def test_the_train_command_gives_the_bits_of_one_host_and_needs_no_folder_that_h
     assert (first / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
     assert losses(first) == losses(one)
     assert len(losses(one)) == 4 + 1  # of every step, and of the validation at the end
-    assert {path.name for path in second.iterdir()} == {"text", "report"}  # its own ranks' records
+    assert {path.name for path in second.iterdir()} == {".text", "report"}  # its own ranks' records
 
 
 # -- traffic ----------------------------------------------------------------------------------------------------------
