@@ -17,7 +17,7 @@ from itertools import islice
 from operator import attrgetter
 from traceback import walk_stack
 from types import CodeType, FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,9 +49,6 @@ from torch.utils._python_dispatch import (
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from fullshard.layout.offsets import contiguous_strides
-
-if TYPE_CHECKING:
-    pass
 
 P = ParamSpec("P")
 R = TypeVar("R")
