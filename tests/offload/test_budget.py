@@ -60,7 +60,7 @@ def test_the_least_that_fits_is_chosen_and_the_cheapest_tier_is_used_up_first(bu
         assert needed + freed[tier.what] - max(less, 0) > budget
 
 
-small_chunks = mock.patch.object(on_disk, "CHUNK_NBYTES", 4096)
+small_chunks = mock.patch.object(on_disk, "CHUNK_NBYTES", 16384)
 
 
 def small_windows(test: Callable[..., None]) -> Callable[..., None]:
@@ -709,7 +709,7 @@ def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_a_forecast_goes_by_the_budget(tmp_path, monkeypatch, device_type):
     """A run dry decides as the run will: so much less is needed, of what a budget asks for."""
-    monkeypatch.setattr(on_disk, "CHUNK_NBYTES", 4096)
+    monkeypatch.setattr(on_disk, "CHUNK_NBYTES", 16384)
     machine = replace(MACHINE, device_type=device_type)
 
     def reported(*options: str) -> int:

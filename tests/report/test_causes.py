@@ -26,7 +26,7 @@ sizes = {
 }
 # The rules are statistical, so the examples of this file are the same in every run. `benchmarks/report_faults.py`
 # measures how often rules are wrong in random runs.
-quick = settings(max_examples=100, deadline=None, derandomize=True)
+quick = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.planted)

@@ -79,10 +79,7 @@ def wide_gpt(layers: int = 6, seq: int = 256) -> Subject:
     [
         ("zero3", "every-1", True),
         ("ddp", "none", False),
-        pytest.param("zero3", "none", False, marks=pytest.mark.slow),
-        pytest.param("zero3", "every-2", True, marks=pytest.mark.slow),
         pytest.param("zero2", "selective", True, marks=pytest.mark.slow),
-        pytest.param("ddp", "every-1", True, marks=pytest.mark.slow),
         pytest.param("hsdp", "none", True, marks=pytest.mark.slow),
         pytest.param("hpz", "every-1", False, marks=pytest.mark.slow),
     ],
@@ -105,7 +102,7 @@ def test_a_short_model_predicts_the_whole_one(strategy, kept, accumulates):
     assert (short.flops, short.sent_bytes) == pytest.approx((whole.flops, whole.sent_bytes))
 
 
-@pytest.mark.parametrize(("strategy", "kept"), [("zero3", "none"), ("ddp", "every-2"), ("zero2", "every-1")])
+@pytest.mark.parametrize(("strategy", "kept"), [("zero3", "none"), ("ddp", "every-2")])
 def test_a_short_model_stepped_by_the_cpu_predicts_the_whole_one(strategy, kept):
     program = Program(strategy=strategy, checkpointing=kept, accumulates=True, cpu=1.0)
     short, whole = (sketch(wide_gpt(9), H100, program, shortens=shortens).figures(2, 5) for shortens in (True, False))
@@ -113,8 +110,7 @@ def test_a_short_model_stepped_by_the_cpu_predicts_the_whole_one(strategy, kept)
         assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=0.01), name
 
 
-@pytest.mark.parametrize("kept", ["none", "every-1", "every-2"])
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.parametrize(("strategy", "kept"), [("zero3", "none"), ("zero3", "every-2"), ("ddp", "every-1")])
 def test_a_short_model_predicts_the_peak_and_the_allocator_of_the_whole_one_with_many_rows(strategy, kept):
     """Where the peak is depends on rows: with few rows in parameters or gradients, with many in activations.
 
@@ -399,7 +395,7 @@ def tight(question: Question, part: float) -> Question:
     return replace(question, cluster=replace(question.cluster, share=(every + part * (none - every)) / memory))
 
 
-@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("part", [0.1, 0.9])
 def test_the_least_is_on_the_cpu_that_fits(part):
     """Dry runs of the whole model confirm that it fits with that fraction, and not with one unit less, or none."""
     one_shape = requested(subject=wide_gpt(), cluster=H100, global_batch=8, strategies=("zero3",))

@@ -60,7 +60,7 @@ class Ready(Workers):
         return future
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     place=st.floats(0, 1),
     times=st.floats(0.99, 1.2),

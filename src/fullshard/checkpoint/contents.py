@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from fullshard.checkpoint.random_states import random_states
 from fullshard.checkpoint.together import GroupRanks
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.errors import CheckpointError
+from fullshard.optim.hyperparameters import SAME_SCHEDULE, different_hyperparameter
 from fullshard.policy.strategy import ShardingStrategy
 from fullshard.state.optim_kinds import kinds_of_groups
 from fullshard.state.optim_state import sharded_optim_state_dict
@@ -82,7 +82,9 @@ class Contents:
             doing, lambda: ({path: _checksum(tensor) for path, tensor in compared.items()}, self._param_groups())
         )
         if ranks.leads:
-            _warn_of_differences([groups for _, groups in shared])
+            found = different_hyperparameter({rank: groups for rank, (_, groups) in enumerate(shared)})
+            if found is not None:
+                logger.warning("%s The checkpoint contains those of rank 0. %s", found, SAME_SCHEDULE)
         local, of_first = shared[ranks.index][0], shared[0][0]
         differing = [path for path in local if local[path] != of_first.get(path)]
         own = {**self.own, "plain": {".".join(path): self.plain[path].detach().cpu() for path in differing}}
@@ -91,40 +93,13 @@ class Contents:
             written |= {**self.plain, **self.values, (RECORD,): as_one_value(self.record)}
         return _nested(written)
 
-    def _param_groups(self) -> dict[str, dict[str, Any]]:
+    def _param_groups(self) -> list[dict[str, Any]]:
         """Return the FQNs and hyperparameters of each parameter group of the optimizer, without those in tensors."""
         groups: dict[str, dict[str, Any]] = {}
         for path, value in self.values.items():
             if path[:2] == _GROUPS:
                 groups.setdefault(path[2], {})[".".join(path[3:])] = value
-        return groups
-
-
-def _warn_of_differences(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    """Log a warning if a rank and the first rank have different hyperparameters for the same parameters."""
-    for number, first in of_ranks[0].items():
-        for rank, groups in enumerate(of_ranks):
-            other = groups.get(number, {})
-            names = first if other.get("params") == first.get("params") else ()
-            differing = [name for name in names if not _are_close(first[name], other.get(name))]
-            if differing:
-                name = differing[0]
-                logger.warning(
-                    "ranks train with different hyperparameters: %s of parameter group %s is %s on rank 0, but %s on "
-                    "rank %d. The checkpoint contains those of rank 0. A schedule must be the same on every rank: "
-                    "average a metric over the ranks before you pass it to ReduceLROnPlateau.",
-                    *(name, number, first[name], other.get(name, "missing"), rank),
-                )
-                return
-
-
-def _are_close(one: Any, other: Any) -> bool:
-    """Return whether two values are equal, except for the last digits of floats, which can differ between hosts."""
-    if isinstance(one, float) and isinstance(other, int | float):
-        return math.isclose(one, other)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        return all(map(_are_close, one, other))
-    return bool(one == other)
+        return list(groups.values())
 
 
 def collect(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard._compat import in_backward
 from fullshard.engine.comparison import check_same_names
 from fullshard.engine.late_params import number_of_registrations, refuse_changed_modules
 from fullshard.engine.managed import in_model_order, is_ignored, managed_by
@@ -135,3 +136,20 @@ def check_same_order(optimizer: Optimizer) -> None:
         reason="It steps DTensors one parameter at a time in this order, and DTensor operations can run collectives.",
         instead="If it treats each element separately, call fullshard.optim.step_shards(optimizer).",
     )
+
+
+_FIRST_COMPARISON, _COMPARISON_INTERVAL = 16, 1024
+_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def count_step(optimizer: Optimizer) -> None:
+    """Count a step of `optimizer`. In some steps, ranks compare their hyperparameters, which is a collective.
+
+    They do so in step 16, whenever the number of steps has doubled, and every 1024 steps. Steps within a backward are
+    not compared, because hooks can step several optimizers in any order. Neither are steps in CUDA graphs.
+    """
+    step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
+    if step >= _FIRST_COMPARISON and (step.bit_count() == 1 or step % _COMPARISON_INTERVAL == 0) and not in_backward():
+        from fullshard.optim.hyperparameters import compare_hyperparameters  # imported here, because few steps need it
+
+        compare_hyperparameters(optimizer)

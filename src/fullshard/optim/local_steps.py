@@ -39,7 +39,13 @@ from fullshard.disk.interface import TensorOnDisk
 from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
-from fullshard.optim.before_step import check_modules, check_same_order, point_to_shards, register_outside_params
+from fullshard.optim.before_step import (
+    check_modules,
+    check_same_order,
+    count_step,
+    point_to_shards,
+    register_outside_params,
+)
 from fullshard.optim.defer import can_defer, defer
 from fullshard.optim.elementwise import StepComparison, check_elementwise, check_name, trials
 from fullshard.policy.arguments import check_type
@@ -108,6 +114,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         if not _may_have_any_order(optimizer):
             check_same_order(optimizer)
         register_outside_params(optimizer)
+        if not hasattr(optimizer.step, _MARK):
+            count_step(optimizer)
         _first_steps().before_first_step(optimizer)
         _step_shards(optimizer)
         replaced = _step_instead_of(optimizer, args, kwargs)
@@ -279,6 +287,7 @@ def _shard_stepping(optimizer: Optimizer, known: Callable[..., Any], inner: Call
             check_modules(optimizer)
             _loaded_states().accept_whole_states(optimizer)
             register_outside_params(optimizer)  # parameters may have been added since the last step
+            count_step(optimizer)
             _first_steps().before_first_step(optimizer)  # before tiers are looked up
         plain = None if args or kwargs or torch.compiler.is_compiling() else plain_step(optimizer)
         disk, on_cpu = states_on_disk(optimizer), {} if plain is not None else _on_cpu(optimizer)

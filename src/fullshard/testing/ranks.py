@@ -93,7 +93,7 @@ class RanksFailed(FullshardError):  # noqa: N818  # says what happened, as torch
 
 
 def run_ranks(
-    world: int, function: Callable[..., T], *args: Any, timeout: float = 60.0, backend: str = "gloo"
+    world: int, function: Callable[..., T], *args: Any, timeout: float = 300.0, backend: str = "gloo"
 ) -> list[T]:
     """Run `function(*args)` on `world` ranks and return the results in rank order.
 
@@ -126,7 +126,7 @@ class RankPool:
     The first call starts the ranks. A failed call ends them.
     """
 
-    def __init__(self, world: int, *, timeout: float = 60.0, backend: str = "gloo") -> None:
+    def __init__(self, world: int, *, timeout: float = 300.0, backend: str = "gloo") -> None:
         check_type("world", world, int, "the number of ranks, followed by the function: run_ranks(2, function)")
         if world < 1:
             raise ConfigError(f"run_ranks: world={world}, but there must be at least one rank.")
