@@ -53,7 +53,7 @@ from fullshard.wrap import transformer_auto_wrap_policy
 # transformers prefers another name for it, which older versions do not have.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 
-VOCABULARY, STEPS = 131, 5
+VOCABULARY, STEPS = 131, 3
 
 
 def llama() -> nn.Module:
@@ -136,7 +136,7 @@ def loss_of(model: Any, ids: Tensor, seed: int) -> Tensor:
 
 
 def learn(model: Any, optimizer: torch.optim.Optimizer, backward: Callable[[int], Tensor]) -> Trace:
-    """Train five steps; `backward(step)` leaves the gradients in `model` and returns the loss."""
+    """Train three steps; `backward(step)` leaves the gradients in `model` and returns the loss."""
     trace = Trace()
     for step in range(STEPS):
         trace.losses.append(backward(step))
@@ -287,7 +287,7 @@ def generate_between_steps(name: str, shard: Shard) -> list[Any]:
     model = RECIPES[name].model(shard)
     register_fsdp_forward_method(model, "generate")
     optimizer, left = adamw(model), []
-    for step in range(4):
+    for step in range(2):
         left += [generate(model), loss_of(model, tokens(step), step)]
         take_step(optimizer, left[-1])
     return [*left, wholes(model)]
