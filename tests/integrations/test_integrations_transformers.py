@@ -165,19 +165,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own checkpointing": {"config": {"activation_checkpointing": True}},
     "offloaded": {"config": {"cpu_offload": True}},
     "on a disk": {"config": {"offload_optimizer": 0.5, "offload_activations": 1, "offload_folder": gettempdir()}},
-    "compiled": {"arguments": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
+    "compiled": {"own": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
 }
 
 
 def both_ways(folder: str, names: list[str]) -> dict[str, list[Any]]:
-    """Return the logs and evaluations of a script, under DDP and sharded, for each variant."""
+    """Return the logs and evaluations of a script, under DDP and sharded, for each variant.
+
+    A variant's own arguments are those of the sharded run only.
+    """
     found = {}
     for name in names:
         variant = dict(VARIANTS[name])
         config = variant.pop("config", {})
         arguments = variant.pop("arguments", {})
+        own = {**SHARDED, "fsdp_config": config, **variant.pop("own", {})}
         visited = []
-        for trainer, fsdp in ((transformers.Trainer, {}), (Trainer, {**SHARDED, "fsdp_config": config})):
+        for trainer, fsdp in ((transformers.Trainer, {}), (Trainer, own)):
             watch, made = Script(folder, {**arguments, **fsdp}, trainer=trainer, **variant).run()
             assert watch.steps == 4
             model = made.accelerator.unwrap_model(made.model, keep_torch_compile=False)
