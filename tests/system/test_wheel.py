@@ -127,7 +127,7 @@ def test_the_wheel_works_without_the_source_tree(wheel: Path, environment: Path,
     for command, expected in (
         ("--help", "usage: fullshard SUBCOMMAND"),
         ("--version", f"fullshard {fullshard.__version__}\ntorch "),
-        ("train --size nano --steps 5 --ranks 2", "Validation: "),
+        ("train --size nano --seq 16 --steps 5 --ranks 2 --validate-bytes 300 --sample-bytes 8", "Validation: "),
         ("report runs/nano-zero3-1", "written to runs/nano-zero3-1/report.html"),
         ("plan --size nano --hardware h100-80 --global-batch 64", "fully_shard(model, **options)"),
         ("completion bash", "complete "),
