@@ -1,6 +1,8 @@
 """Runs of Ray Train on a cluster of several nodes on this machine, disturbed on purpose.
 
-`run` writes `FOLDER/NAME.jsonl`: a line for each step that the first worker has done, and how many workers there were.
+    RAY_ADDRESS=... python ray_runs.py FOLDER
+
+Writes `FOLDER/NAME.jsonl` for each run: a line for each step that the first worker has done, and how many there were.
 `disturb` removes and adds nodes meanwhile.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,3 +121,9 @@ def run(folder: Path, name: str, workers: Any, *, dies: bool = False, grows: boo
             name=name, storage_path=str(folder / "storage"), failure_config=FailureConfig(max_failures=4)
         ),
     ).fit()
+
+
+if __name__ == "__main__":
+    ray.init(log_to_driver=False)
+    run(Path(sys.argv[1]), "fixed", 2, dies=True)
+    run(Path(sys.argv[1]), "elastic", (1, 2), grows=True)
