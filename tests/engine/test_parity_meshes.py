@@ -5,6 +5,7 @@ More of them, under every strategy, in `test_composition.py`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import experts
@@ -42,11 +43,11 @@ class Block(nn.Module):
 class Letters(nn.Module):
     """A layer between an embedding and a head, which stages have. Positions are given by the batch, or counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(LETTERS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.inner = nn.Module()
-        self.inner.layers = nn.ModuleList(Block() for _ in range(4))
+        self.inner.layers = nn.ModuleList(Block() for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, LETTERS)
         self.norm.bias.requires_grad_(False)
 
@@ -83,9 +84,11 @@ def plan(model: nn.Module) -> dict[str, Any]:
     return {"inner.layers.*.up": ColwiseParallel(), "inner.layers.*.down": RowwiseParallel()}
 
 
-def compared(ranks: int, strategies: list[str], loss: Any = loss, **parallelism: Any) -> ParityReport:
+def compared(
+    ranks: int, strategies: list[str], loss: Any = loss, *, blocks: int = 4, **parallelism: Any
+) -> ParityReport:
     return check_parity(
-        Letters,
+        partial(Letters, blocks),
         make_batch,
         loss,
         ranks=ranks,
