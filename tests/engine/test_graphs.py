@@ -70,16 +70,20 @@ def agree(programs: Sequence[Program]) -> list[tuple[int, list[str]]]:
     return found
 
 
+# Chosen so that their programs contain all actions, all values of options and all pairs of those values.
+SEEDS = (57, 120, 167, 165, 124, 270, 313, 28)
+MORE_SEEDS = (98, 51, 191, 3, 76, 14, 84, 89)
+
+
 def test_random_programs_have_the_bits_of_eager_steps():
-    programs = [random_program(seed) for seed in range(12)]
+    programs = [random_program(seed) for seed in SEEDS]
     for result in run_ranks(2, agree, programs, timeout=150):
         assert sum(replays for replays, _ in result) > 5 * len(programs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 124, 8))
-def test_many_random_programs_have_the_bits_of_eager_steps(first):
-    run_ranks(2, agree, [random_program(seed) for seed in range(first, first + 8)], timeout=170)
+def test_many_random_programs_have_the_bits_of_eager_steps():
+    run_ranks(2, agree, [random_program(seed) for seed in MORE_SEEDS], timeout=170)
 
 
 STEADY = Program(strategy="zero3", actions=("nothing",) * 16)
@@ -105,23 +109,23 @@ REASONS = {
 
 
 def test_a_change_that_a_graph_cannot_follow_runs_eagerly_with_its_reason():
-    quiet = ("nothing",) * 6
+    quiet, others = ("nothing",) * 5, ("rate", "scheduler", "evaluate", "load", "write", "zero")
     programs = [
-        replace(STEADY, actions=("save", action, *quiet, "rate", "scheduler", "evaluate", "load", "write", "zero"))
-        for action in REASONS
+        replace(STEADY, actions=("save", action, *quiet, *(others[i % 6], others[(i + 1) % 6])))
+        for i, action in enumerate(REASONS)
     ]
     for result in run_ranks(2, agree, programs):
         for reason, (replays, messages) in zip(REASONS.values(), result, strict=True):
             warnings = [message for message in messages if "runs eagerly" in message]
             assert len(warnings) == 1 and reason in warnings[0]
-            assert replays >= 10  # the step is captured again, and other actions need no eager call
+            assert replays >= 5  # the step is captured again, and other actions need no eager call
 
 
 def test_gradients_that_are_set_between_steps_are_not_skipped():
     """A step that zeroes gradients first leaves some, and a graph writes them to its own memory."""
     first = replace(STEADY, zeroes_first=True, actions=("nothing", "backward", "zero", *("nothing",) * 6))
-    for strategy in ONE_AXIS:
-        run_ranks(2, agree, [replace(first, strategy=strategy, to_none=to_none) for to_none in (True, False)])
+    programs = [replace(first, strategy=name, to_none=to_none) for name in ONE_AXIS for to_none in (True, False)]
+    run_ranks(2, agree, programs)
 
 
 @on_new_ranks(2)
