@@ -77,16 +77,16 @@ def test_a_copy_trains_as_the_model_would_and_alone(name):
 @pytest.mark.parametrize("name", SHARDS)
 @on_ranks(2)
 def test_a_model_and_its_optimizer_are_copied_together(name):
-    for steps in (0, 2):  # the second step is taken on plain shards
+    for steps in (0, 2) if name in ("zero3", "wrapper") else (2,):  # the second step is taken on plain shards
         model = FullyShardedDataParallel(chain(lambda module: module)) if name == "wrapper" else chain(SHARDS[name])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         go_on(model, optimizer, steps)
         copied, its = copy.deepcopy((model, optimizer))
         assert all(a is b for a, b in zip(its.param_groups[0]["params"], copied.parameters(), strict=True))
         before = wholes(model)
-        trained = go_on(copied, its, 3)
+        trained = go_on(copied, its, 2)
         assert_same(wholes(model), before)
-        assert_same(go_on(model, optimizer, 3), trained)
+        assert_same(go_on(model, optimizer, 2), trained)
     for copied_before in (optimizer, list(model.parameters())):
         with pytest.raises(StateError, match="was already copied in this call"):
             copy.deepcopy((copied_before, model))
