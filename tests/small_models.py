@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations, product, starmap
 from math import prod
 from typing import Any
 
@@ -30,15 +30,27 @@ under_strategies = pytest.mark.parametrize(
 )
 
 
-def covering_pairs(*axes: Iterable[Any], allows: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
+def covering_pairs(
+    *axes: Iterable[Any],
+    allows: Callable[..., bool] = lambda *_: True,
+    kind: Callable[[tuple[int, Any], tuple[int, Any]], Any] | None = None,
+) -> list[tuple[Any, ...]]:
     """Choose few combinations of one value per axis that contain every pair of values of two axes.
 
     Args:
         axes: The values of each axis.
         allows: Returns whether a combination exists. Pairs that are in no such combination are not covered.
+        kind: Returns the kind of a pair of values, each with the number of its axis. One pair of each kind is enough.
+            If None, every pair is a kind of its own.
     """
     named = [tuple(zip(*item, strict=True)) for item in product(*map(enumerate, axes))]
-    pairs = {numbers: set(combinations(enumerate(numbers), 2)) for numbers, values in named if allows(*values)}
+    pairs: dict[tuple[int, ...], set[Any]] = {
+        numbers: set(
+            combinations(enumerate(numbers), 2) if kind is None else starmap(kind, combinations(enumerate(values), 2))
+        )
+        for numbers, values in named
+        if allows(*values)
+    }
     missing, chosen = set[Any]().union(*pairs.values()), set[Any]()
     in_any_order = random.Random(0).sample(list(pairs), len(pairs))  # no value is preferred among equals
     for gain in range(len(axes) * (len(axes) - 1) // 2, 0, -1):
