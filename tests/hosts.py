@@ -187,7 +187,7 @@ def torchrun(
 
 
 def run_on_hosts(
-    hosts: Sequence[Host], function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120
+    hosts: Sequence[Host], function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 300
 ) -> list[Any]:
     """`function(*args)` on `ranks` ranks of each host at once; what each rank returned, in rank order.
 

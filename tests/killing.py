@@ -31,7 +31,7 @@ def die_before(operation: int, folder: Path) -> None:
 def ended_well(world: int, function: Callable[..., Any], *args: Any) -> bool:
     """Return True if all ranks finished, and False if `die_before` ended one."""
     try:
-        run_ranks(world, function, *args, timeout=170)
+        run_ranks(world, function, *args)
     except RanksFailed as failed:
         assert any(failure.kind == "exit" for failure in failed.failures.values()), failed
         return False

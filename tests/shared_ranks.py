@@ -27,13 +27,11 @@ from fullshard.testing.ranks import RankPool
 
 T = TypeVar("T")
 
-TIMEOUT_S = 170.0  # only a test that hangs takes as long, also on a machine that is three times as slow
-
 _open: dict[tuple[int, float, str], RankPool] = {}
 
 
 def run_ranks(
-    world: int, function: Callable[..., T], *args: Any, timeout: float = TIMEOUT_S, backend: str = "gloo"
+    world: int, function: Callable[..., T], *args: Any, timeout: float = 300.0, backend: str = "gloo"
 ) -> list[T]:
     """What `fullshard.testing.run_ranks` says, but for "fresh processes"."""
     key = (world, timeout, backend)
@@ -56,7 +54,7 @@ def on_ranks(world: int | str, **options: Any) -> Callable[[Callable[..., None]]
 
 def on_new_ranks(world: int | str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a test to run on new ranks, see `on_ranks` and `fullshard.testing.run_ranks`."""
-    return _running_on(testing.run_ranks, world, {"timeout": TIMEOUT_S, **options})
+    return _running_on(testing.run_ranks, world, options)
 
 
 def _running_on(run: Callable[..., Any], world: int | str, options: dict[str, Any]) -> Callable[..., Any]:

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from fullshard.train.check import check
+from fullshard.train.loop import train
+from fullshard.train.options import parse_settings
 from fullshard.train.ranks import Rank
 
 TEXT = str(Path(__file__).parent / "small_models.py")
@@ -24,6 +27,12 @@ TIMES = ("seconds", "tokens_per_s")  # what a clock has measured
 def this_rank() -> Rank:
     index, world = dist.get_rank(), dist.get_world_size()
     return Rank(index=index, world=world, local_index=index, local_world=world, device=torch.device("cpu"))
+
+
+def train_here(*argv: str) -> int:
+    """Return the exit code of `fullshard train` with these options, on ranks that exist."""
+    rank, settings = this_rank(), parse_settings(list(argv))
+    return train(settings, check(settings, rank.world), rank)
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -41,7 +50,7 @@ def weights(out: Path) -> dict[str, Any]:
 
 
 def wait_for_step(out: Path, least: int) -> int:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         lines = (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").exists() else []
         steps = [json.loads(line)["step"] for line in lines if '"kind": "step"' in line and line.endswith("}")]

@@ -224,7 +224,7 @@ def test_extra_state_of_modules_is_restored(kept, tmp_path):
 
 
 @pytest.mark.slow
-@on_ranks(2, timeout=170)
+@on_ranks(2)
 def test_every_optimizer_goes_on(tmp_path):
     for name, make in OPTIMIZERS.items():
         place = tmp_path / name.replace(", ", "-")
@@ -303,7 +303,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.slow
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_how_a_model_is_wrapped_is_no_part_of_a_checkpoint(tmp_path):
     """Checkpoints do not depend on wrap policies, front ends, precision or offloading."""
     for way, build in WAYS.items():
@@ -326,7 +326,7 @@ def test_how_a_model_is_wrapped_is_no_part_of_a_checkpoint(tmp_path):
         assert_same(found, expected, name=f"{way} as {other}")
 
 
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_a_model_on_the_meta_device_takes_a_checkpoint(tmp_path):
     """A model without memory, and an optimizer that was made of it, take a checkpoint."""
     model = shard(small_gpt(1), tied_in_two_units=True)

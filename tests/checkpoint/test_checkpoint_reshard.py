@@ -86,9 +86,9 @@ def read_all(folder: Path, cases: list[tuple[Source, str]]) -> None:
 
 def check(sources: dict[int, tuple[str, ...]], targets: dict[int, list[tuple[Source, str]]], folder: Path) -> None:
     for world, strategies in sources.items():
-        run_ranks(world, write_all, folder, list(strategies), timeout=170)
+        run_ranks(world, write_all, folder, list(strategies))
     for world, cases in targets.items():
-        run_ranks(world, read_all, folder, cases, timeout=170)
+        run_ranks(world, read_all, folder, cases)
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def whole_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 @pytest.mark.slow
-@on_ranks(4, timeout=120)
+@on_ranks(4)
 def test_tensor_parallelism_is_no_part_of_a_checkpoint(tmp_path):
     """Saved by 2 x 2 ranks, loaded by as many in other ways, and the other way round."""
     mesh = mesh_of(2, 2)

@@ -108,7 +108,7 @@ def test_weights_survive_export_and_import(tmp_path, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", STRATEGIES)
 def test_weights_survive_export_and_import_under_every_strategy(tmp_path, world):
-    run_ranks(world, go_there_and_back, tmp_path, STRATEGIES[world], timeout=170)
+    run_ranks(world, go_there_and_back, tmp_path, STRATEGIES[world])
 
 
 def test_a_model_that_is_not_sharded_needs_no_process_group(tmp_path):
@@ -289,7 +289,7 @@ def visit_transformers(folder: Path) -> None:
 
 def test_from_pretrained_opens_an_export_and_we_open_what_save_pretrained_writes(tmp_path):
     pytest.importorskip("transformers")
-    run_ranks(2, visit_transformers, tmp_path, timeout=150)
+    run_ranks(2, visit_transformers, tmp_path)
 
 
 def parallel() -> nn.Module:

@@ -156,7 +156,7 @@ def check_kills(tmp_path: Path, operations: range) -> bool:
         shutil.copytree(tmp_path / "first", memory)
         ended = ended_well(2, copy_and_die, memory, 0, operation)
         shutil.rmtree(memory / "host0")
-        for done, weights in run_ranks(2, go_on, memory, 3, timeout=170):
+        for done, weights in run_ranks(2, go_on, memory, 3):
             assert done == 2 if ended else done in (1, 2)
             assert_same(weights, expected)
         if ended:

@@ -252,7 +252,7 @@ def kept_by(model: Any) -> int:
     ],
     ids=["by function", "by wrapper"],
 )
-@on_ranks(2, timeout=170)
+@on_ranks(2)
 def test_forward_keeps_what_it_must_and_not_a_byte_more_for_sharding(kinds):
     """The input of each region, and what is selected. Backward has unsharded gradients of at most two units besides."""
     gc.disable()

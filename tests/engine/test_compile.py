@@ -117,7 +117,7 @@ def test_compiled_models_learn_the_bits_of_plain_ones_compiled_in_the_same_way(b
     """Blocks are one graph each: `fullgraph` allows no break."""
     options = {"backend": "aot_eager", "fullgraph": build in BLOCKS}
     strategies = ONE_AXIS if build is blocks_by_method else ("zero3",)
-    run_ranks(2, agree_with_plain, partial(compiled, build, options), *strategies, timeout=170)
+    run_ranks(2, agree_with_plain, partial(compiled, build, options), *strategies)
 
 
 @on_new_ranks(2)
@@ -136,14 +136,14 @@ def test_compiled_steps_are_refused():
 
 
 @pytest.mark.slow
-@on_new_ranks(2, timeout=170)
+@on_new_ranks(2)
 def test_the_wrapper_can_be_compiled():
     in_wrapper, plain = (compiled(whole_model, {"backend": "eager"}, way) for way in (FullyShardedDataParallel, leave))
     assert_same(in_wrapper, plain)
 
 
 @pytest.mark.slow
-@on_new_ranks(2, timeout=170)
+@on_new_ranks(2)
 def test_compiled_models_compute_in_the_requested_dtype():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard = partial(fully_shard, mp_policy=policy)
@@ -151,7 +151,7 @@ def test_compiled_models_compute_in_the_requested_dtype():
 
 
 @pytest.mark.slow
-@on_new_ranks(2, timeout=170)
+@on_new_ranks(2)
 def test_a_compiled_backward_reads_nothing_that_was_freed():
     """A graph saves views of unsharded parameters for its backward, or copies of results computed from them."""
     left = []
@@ -221,4 +221,4 @@ def test_graphs_end_where_units_begin_and_nowhere_else():
     """
     blocks = {build.__name__: ((2, 0), (2, 0)) for build in BLOCKS}
     expected = {**blocks, "whole_model": ((1, 0), (7, 4)), "whole_loop": ((1, 0), (2, 0))}
-    assert run_ranks(2, count_graphs, timeout=170) == [expected, expected]
+    assert run_ranks(2, count_graphs) == [expected, expected]

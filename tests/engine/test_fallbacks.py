@@ -75,7 +75,7 @@ def learn(features: tuple[str, ...]) -> tuple[list[torch.Tensor], list[str]]:
     return [param.full_tensor().detach() for param in model.parameters()], lines
 
 
-@on_new_ranks(2, timeout=120)
+@on_new_ranks(2)
 def test_results_are_equal_without_any_of_the_features_and_one_line_says_so():
     results = [learn(features) for features in SUBSETS]
     expected, lines = results[0]

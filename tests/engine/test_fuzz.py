@@ -238,6 +238,6 @@ def test_a_printed_script_runs_alone(tmp_path):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
     }
-    ran = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    ran = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "the same bits" in ran.stdout

@@ -190,7 +190,7 @@ def test_a_whole_step_in_a_cuda_graph_is_the_same_step(strategy):
 
 
 @pytest.mark.parametrize("seeds", [range(10), range(10, 20)], ids=str)
-@on_new_ranks(1, backend="nccl", timeout=120)
+@on_new_ranks(1, backend="nccl")
 def test_random_programs_with_a_captured_step_have_the_bits_of_eager_steps(seeds):
     """Compare programs with their step captured by `capture` with the same programs without it."""
     device, graphs = torch.device("cuda", 0), []
@@ -273,7 +273,7 @@ def compiled(shard: Any, mode: str | None) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("default")  # of the compiler's: that TF32 is off, and what it imports
-@on_new_ranks(1, backend="nccl", timeout=150)
+@on_new_ranks(1, backend="nccl")
 def test_blocks_compiled_to_cuda_graphs_learn_the_same():
     for shard in (leave, fully_shard):  # the compiler measures variants of a kernel once, and keeps to the fastest
         compiled(shard, None)

@@ -77,13 +77,13 @@ MORE_SEEDS = (98, 51, 191, 3, 76, 14, 84, 89)
 
 def test_random_programs_have_the_bits_of_eager_steps():
     programs = [random_program(seed) for seed in SEEDS]
-    for result in run_ranks(2, agree, programs, timeout=150):
+    for result in run_ranks(2, agree, programs):
         assert sum(replays for replays, _ in result) > 5 * len(programs)
 
 
 @pytest.mark.slow
 def test_many_random_programs_have_the_bits_of_eager_steps():
-    run_ranks(2, agree, [random_program(seed) for seed in MORE_SEEDS], timeout=170)
+    run_ranks(2, agree, [random_program(seed) for seed in MORE_SEEDS])
 
 
 STEADY = Program(strategy="zero3", actions=("nothing",) * 16)

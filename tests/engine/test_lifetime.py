@@ -273,7 +273,7 @@ FEATURES = frozenset({"clip", "save", "async_save", "safety copy", "summon", "st
 @torch_before((2, 13), "torch 2.11 keeps process groups of foreach operations on DTensors")
 def test_nothing_outlives_its_process_group_for_more_than_a_cycle(tmp_path):
     """No more descriptors, threads, children and shared memory after seven cycles than after the first three."""
-    assert run_ranks(2, leaks_of_process_groups, tmp_path, 7, FEATURES, timeout=120) == [{}, {}]
+    assert run_ranks(2, leaks_of_process_groups, tmp_path, 7, FEATURES) == [{}, {}]
 
 
 @on_new_ranks(2)

@@ -143,14 +143,14 @@ def learn_on(base: str, shard: Shard) -> list[Any]:
 @under_strategies
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("bases", [["float32", "bfloat16", "float64", "masked"], ["int8", "int32", "e4m3", "e5m2"]])
-@on_ranks("world", timeout=170)
+@on_ranks("world")
 def test_adapters_learn_the_bits_of_plain_ones_whatever_the_base_is_made_of(world, bases, strategies):
     for base in bases:
         agree_with_plain(partial(learn_on, base), *strategies)
 
 
 @pytest.mark.slow
-@on_ranks(3, timeout=170)
+@on_ranks(3)
 def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
     for base in ("bfloat16", "int8", "e4m3", "masked"):
         first, *others = (learn(adapted(partial(fully_shard, strategy=strategy), base)) for strategy in ONE_AXIS)
@@ -200,7 +200,7 @@ def thaw_and_freeze(shard: Shard) -> list[Any]:
 
 @under_strategies
 def test_bases_thaw_and_adapters_freeze_in_mid_run(strategies):
-    run_ranks(2, agree_with_plain, thaw_and_freeze, *strategies, timeout=170)
+    run_ranks(2, agree_with_plain, thaw_and_freeze, *strategies)
 
 
 def merge(shard: Shard) -> list[Any]:
@@ -216,7 +216,7 @@ def merge(shard: Shard) -> list[Any]:
 
 
 def test_adapters_are_merged_into_their_bases():
-    run_ranks(2, agree_with_plain, merge, "ddp", "zero1", "zero3", timeout=170)
+    run_ranks(2, agree_with_plain, merge, "ddp", "zero1", "zero3")
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def is_in_last_block(name: str) -> bool:
 @under_strategies
 @pytest.mark.parametrize(("base", "ignores"), [("e4m3", is_base), ("float32", is_adapter), ("int8", is_in_last_block)])
 def test_what_is_ignored_stays_whole_and_learns_its_own_gradients(base, ignores, strategies):
-    run_ranks(2, agree_with_plain, partial(learn_with_some_ignored, base, ignores), *strategies, timeout=170)
+    run_ranks(2, agree_with_plain, partial(learn_with_some_ignored, base, ignores), *strategies)
 
 
 # -- whole again ------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def float8_model(hidden: int = HIDDEN) -> nn.Sequential:
 
 
 @needs("torchao")
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_torchao_float8_trains_the_bits_of_one_process():
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp as scale_ahead
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
@@ -165,7 +165,7 @@ def learn_on(base: Callable[[int, int], nn.Module]) -> Any:
 
 
 @pytest.mark.parametrize("name", [pytest.param(item, marks=needs(item)) for item in ("torchao", "bitsandbytes")])
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_adapters_on_4_bit_bases_learn_the_bits_of_one_process(name):
     bases = {"torchao": [NF4], "bitsandbytes": [four_bit, partial(four_bit, storage=torch.bfloat16)]}[name]
     for base in bases:
@@ -198,7 +198,7 @@ def cannot_be_cut() -> str:
 
 @needs("torchao")
 def test_nf4_is_cut_where_its_blocks_allow():
-    for stated in run_ranks(3, cannot_be_cut, timeout=120):
+    for stated in run_ranks(3, cannot_be_cut):
         assert (
             "0.base.weight is a NF4Tensor of shape (256, 128), which cannot be sharded by rows over 3 ranks" in stated
         )
@@ -214,7 +214,7 @@ def peft_model() -> nn.Module:
 
 
 @needs("bitsandbytes")
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_peft_saves_and_merges_adapters_on_4_bit_bases():
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -278,7 +278,7 @@ def learn_converted(model: Any) -> list[Tensor]:
 
 
 @needs("torchao")
-@on_ranks(2, timeout=120)
+@on_ranks(2)
 def test_torchao_int8_and_mxfp8_weights_train_the_bits_of_one_process():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with torch.compiler.set_stance("force_eager"):
@@ -340,9 +340,9 @@ def load_bases(name: str, folder: Path, strategies: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(item, marks=needs(item)) for item in ("torchao", "bitsandbytes")])
 def test_encoded_bases_are_saved_as_they_are_and_loaded_anywhere(name, tmp_path):
-    run_ranks(2, save_bases, name, tmp_path, timeout=120)
-    run_ranks(2, load_bases, name, tmp_path, ["ddp", "zero3"], timeout=120)
-    run_ranks(4, load_bases, name, tmp_path, ["zero3"], timeout=120)
+    run_ranks(2, save_bases, name, tmp_path)
+    run_ranks(2, load_bases, name, tmp_path, ["ddp", "zero3"])
+    run_ranks(4, load_bases, name, tmp_path, ["zero3"])
 
 
 # -- states in blocks -------------------------------------------------------------------------------------------------
@@ -459,7 +459,7 @@ def test_states_in_blocks_are_those_of_one_process_on_any_number_of_ranks_and_ar
         first = kind == KINDS[library][0]
         for world in (3, 2) if first else (3,):
             strategies = ["ddp", "zero3"] if first and world == 2 else ["zero3"]
-            run_ranks(world, step_in_blocks, library, kind, folder, expected, strategies, timeout=120)
+            run_ranks(world, step_in_blocks, library, kind, folder, expected, strategies)
 
 
 @on_ranks(2)

@@ -61,7 +61,7 @@ def trained(shard: Any, make: Make) -> dict[str, Tensor | None]:
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-@on_ranks("world", timeout=120)
+@on_ranks("world")
 def test_every_optimizer_of_torch_gives_the_bits_of_plain_training(world):
     for make in ELEMENTWISE.values():
         agree_with_plain(partial(trained, make=make), "ddp", "zero3")

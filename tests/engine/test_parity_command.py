@@ -634,7 +634,7 @@ def test_modules_are_found_in_the_current_folder(tmp_path):
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(fullshard.__file__).parent.parent), "PYTHONSAFEPATH": "1"},
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")

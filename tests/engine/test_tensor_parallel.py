@@ -163,7 +163,7 @@ ON_EIGHT_RANKS = (Case((2, 2, 2), True, ("hsdp", "hsdp_zero2", "ddp")), Case((2,
     ],
     ids=["two ranks", "four ranks", "eight ranks"],
 )
-@on_ranks("world", timeout=300)
+@on_ranks("world")
 def test_shards_have_the_bits_of_tensor_parallelism_with_gradients_averaged_by_hand(world, cases):
     """With one rank on the data axes this is tensor parallelism alone."""
     plain = train(stack(), None, by_hand=True)["params"]

@@ -116,7 +116,7 @@ def test_engines_write_and_models_learn_as_under_ddp(tmp_path, monkeypatch):
     """Each step's rollouts are of that step's weights: the same words, and in the end the same model."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     first = llama().state_dict()
-    for (expected, peer), (actual, own) in run_ranks(2, trained, str(tmp_path), timeout=150):
+    for (expected, peer), (actual, own) in run_ranks(2, trained, str(tmp_path)):
         assert actual == expected
         assert len(actual) == 4 * STEPS
         for name, weight in own.items():

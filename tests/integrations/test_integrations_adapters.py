@@ -206,7 +206,7 @@ def trained_by_trl(folder: str) -> dict[str, list[list[float]]]:
 @pytest.mark.slow
 def test_trainers_of_trl_run_unchanged(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    for found in run_ranks(2, trained_by_trl, str(tmp_path), timeout=150):
+    for found in run_ranks(2, trained_by_trl, str(tmp_path)):
         assert len(found) == 4
         for name, (expected, actual) in found.items():
             assert len(set(expected)) == 3, name

@@ -99,14 +99,14 @@ def test_trainer_as_ddp_and_after_a_kill(tmp_path, monkeypatch):
     """Killed below torchrun. The other runs have no launcher, and the imports of their ranks are there."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     own, plain = (EXAMPLES / "transformers" / name for name in ("after.py", "before.py"))
-    expected, _ = run_ranks(2, run_here, plain, "--output_dir", str(tmp_path / "ddp"), *SMALL, timeout=280)
-    whole, _ = run_ranks(2, run_here, own, "--output_dir", str(tmp_path / "whole"), *SMALL, timeout=280)
+    expected, _ = run_ranks(2, run_here, plain, "--output_dir", str(tmp_path / "ddp"), *SMALL)
+    whole, _ = run_ranks(2, run_here, own, "--output_dir", str(tmp_path / "whole"), *SMALL)
     assert losses(whole) == losses(expected)
     assert len(losses(whole)) == STEPS
     killed = tmp_path / "killed"
     command = [*TORCHRUN, str(own), "--output_dir", str(killed), *SMALL]
     killed_once(command, killed / "checkpoint-6" / "trainer_state.json")
-    resumed, _ = run_ranks(2, run_here, own, "--output_dir", str(killed), *SMALL, "--resume", timeout=280)
+    resumed, _ = run_ranks(2, run_here, own, "--output_dir", str(killed), *SMALL, "--resume")
     assert len(losses(resumed)) in range(3, STEPS - 5, 3)
     assert losses(resumed) == losses(whole)[-len(losses(resumed)) :]
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "whole", killed)]
@@ -122,16 +122,16 @@ def test_accelerate_as_ddp_and_after_a_kill(tmp_path, monkeypatch):
     plain, own = (EXAMPLES / "accelerate" / name for name in ("before.py", "after.py"))
     with monkeypatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
-        expected, _ = run_ranks(2, run_here, plain, "--output_dir", str(tmp_path / "ddp"), *SMALL, timeout=280)
+        expected, _ = run_ranks(2, run_here, plain, "--output_dir", str(tmp_path / "ddp"), *SMALL)
     killed = tmp_path / "killed"
     by_launcher = killed_once([*LAUNCH, str(own), "--output_dir", str(killed), *SMALL], killed / "step_9")
     assert by_launcher["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "LlamaDecoderLayer"
     for name, value in by_launcher.items():
         monkeypatch.setenv(name, value)
-    whole, _ = run_ranks(2, run_here, own, "--output_dir", str(tmp_path / "whole"), *SMALL, timeout=280)
+    whole, _ = run_ranks(2, run_here, own, "--output_dir", str(tmp_path / "whole"), *SMALL)
     rounded = [[round(float(loss), 3) for _, loss in losses(printed)] for printed in (expected, whole)]
     assert rounded[0] == rounded[1]
     assert len(rounded[0]) == STEPS
     resuming = ("--resume_from_checkpoint", str(killed / "step_6"))
-    resumed, _ = run_ranks(2, run_here, own, "--output_dir", str(killed), *SMALL, *resuming, timeout=280)
+    resumed, _ = run_ranks(2, run_here, own, "--output_dir", str(killed), *SMALL, *resuming)
     assert losses(resumed) == losses(whole)[6:]

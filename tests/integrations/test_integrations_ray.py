@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from training_runs import this_rank
+from training_runs import train_here
 
 from fullshard.testing import run_ranks
-from fullshard.train.check import check
-from fullshard.train.loop import train
-from fullshard.train.options import parse_settings
 from fullshard.train.run_folder import lines_of
 
 ray_runs = pytest.importorskip("ray_runs", reason="ray is not installed", exc_type=ImportError)
@@ -108,12 +105,6 @@ def test_tune_finds_the_better_learning_rate(tmp_path):
     best = ast.literal_eval(stated.strip().splitlines()[-1])
     assert best["lr"] == 3e-3
     assert best["loss"] < 2
-
-
-def train_here(*argv: str) -> int:
-    rank = this_rank()
-    settings = parse_settings(list(argv))
-    return train(settings, check(settings, rank.world), rank)
 
 
 def test_the_trainer_runs_on_ray_with_the_numbers_of_any_launcher(tmp_path):

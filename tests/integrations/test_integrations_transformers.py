@@ -211,7 +211,7 @@ def test_losses_and_metrics_are_those_of_ddp(tmp_path):
 @pytest.mark.parametrize("third", [0, 1, 2])
 def test_losses_and_metrics_of_more_scripts_are_those_of_ddp(tmp_path, third):
     more = [name for name in VARIANTS if name not in OFTEN]
-    for found in run_ranks(2, both_ways, str(tmp_path), more[third::3], timeout=150):
+    for found in run_ranks(2, both_ways, str(tmp_path), more[third::3]):
         assert_identical(found)
 
 

@@ -156,7 +156,7 @@ def fit_cases(cases: tuple[str, ...]) -> dict[str, list[Any]]:
 
 @cache
 def fitted() -> list[dict[str, list[Any]]]:
-    return run_ranks(2, fit_cases, QUICK, timeout=150.0)
+    return run_ranks(2, fit_cases, QUICK)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def resume_alone(folder: str) -> int:
 
 @pytest.mark.slow
 def test_a_fit_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
-    for rank in run_ranks(2, stop_all, str(tmp_path), timeout=150.0):
+    for rank in run_ranks(2, stop_all, str(tmp_path)):
         for (losses, _, weights), before, (after, _, resumed) in rank:
             assert before + after == losses
             assert_same(resumed, weights)
@@ -430,7 +430,7 @@ def run_fabrics(folder: str) -> Any:
 
 
 def test_fabric_trains_like_ddp_and_goes_on(tmp_path):
-    one, other = run_ranks(2, run_fabrics, str(tmp_path), timeout=120.0)
+    one, other = run_ranks(2, run_fabrics, str(tmp_path))
     for rank in (one, other):
         assert rank["ours"] == pytest.approx(rank["ddp"], rel=1e-5)
         assert rank["resumed"] == pytest.approx(rank["ours"][6:], rel=1e-5)

@@ -199,7 +199,7 @@ def train_all(*strategies: str) -> Traces:
 
 @cache
 def traces(world: int) -> list[Traces]:
-    return run_ranks(world, train_all, *(STRATEGIES if world == 2 else ("zero3",)), timeout=170)
+    return run_ranks(world, train_all, *(STRATEGIES if world == 2 else ("zero3",)))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -226,7 +226,7 @@ def train_on_three(name: str) -> tuple[Trace, Trace, Trace]:
 
 
 @pytest.mark.slow
-@on_ranks(3, timeout=170)
+@on_ranks(3)
 def test_three_ranks_learn_what_one_learns_in_their_place():
     """Three ranks cannot share all rows evenly and sum in a different order. The strategies' bits are identical."""
     of_rank = {name: train_on_three(name) for name in RECIPES}
@@ -253,7 +253,7 @@ def memory_of_a_step(model: Any) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "name", [name if name == "t5" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
-@on_ranks(2, timeout=170)
+@on_ranks(2)
 def test_checkpoints_save_as_much_memory_as_without_sharding(name):
     """Forward keeps not a byte more; backward has unsharded gradients of at most two units besides."""
     gc.disable()
@@ -294,7 +294,7 @@ def generate_between_steps(name: str, shard: Shard) -> list[Any]:
 
 
 @pytest.mark.slow
-@on_ranks(2, timeout=170)
+@on_ranks(2)
 def test_a_sharded_model_generates_the_plain_one_s_tokens_between_steps():
     for name in RECIPES:
         agree_with_plain(partial(generate_between_steps, name), "zero1", "zero3")

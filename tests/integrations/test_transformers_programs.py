@@ -98,7 +98,7 @@ program_with = partial(
 @settings(deadline=None, max_examples=6, derandomize=True, phases=(Phase.generate,))
 @given(program=program_with(compiled=st.just(False)))
 def test_transformers_models_train_like_plain_ones(program):
-    run_ranks(RANKS, train, program, timeout=120)
+    run_ranks(RANKS, train, program)
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_transformers_models_train_like_plain_ones(program):
 @settings(deadline=None, max_examples=2, derandomize=True, phases=(Phase.generate,))
 @given(program=program_with(compiled=st.just(True)))
 def test_compiled_transformers_models_train_like_plain_ones(program):
-    run_ranks(RANKS, train, program, timeout=120)
+    run_ranks(RANKS, train, program)
 
 
 def train(program: Program) -> None:

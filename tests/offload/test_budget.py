@@ -115,7 +115,7 @@ def shares_on_disk(model: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("strategy", "make", "microbatches"), [("zero3", adamw, 1), ("zero2", momentum, 2), ("ddp", adamw, 1)]
 )
-@on_ranks(2, timeout=100)
+@on_ranks(2)
 @small_windows
 @small_chunks
 def test_a_budget_is_kept_with_the_least_offloaded_and_changes_no_bit(tmp_path, strategy, make, microbatches):
@@ -183,7 +183,7 @@ def learn_layers(
         pytest.param("zero2", 2, 0.1, marks=pytest.mark.slow),
     ],
 )
-@on_ranks(2, timeout=100)
+@on_ranks(2)
 @small_windows
 @small_chunks
 def test_as_few_units_as_needed_are_offloaded_to_disk_if_states_and_activations_are_not_enough(

@@ -410,6 +410,6 @@ HYBRID = ("hpz", "hsdp", "hsdp_zero2", "hfsdp")
 
 def check(advice: Advice, *, hosts: int) -> None:
     with configs() as folder:
-        for found in run_ranks(2 * hosts, compare, advice, hosts, folder, timeout=170):
+        for found in run_ranks(2 * hosts, compare, advice, hosts, folder):
             for where, seen, stated in found:
                 assert seen == stated, where

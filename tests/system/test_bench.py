@@ -49,7 +49,7 @@ MB = 2**20
 
 
 def plan(*systems: str, workload: Workload = TINY, rounds: int = 1, steps: int = 1) -> Plan:
-    return Plan(workload=workload, systems=systems, rounds=rounds, steps=steps, warmup=1, timeout=150.0)
+    return Plan(workload=workload, systems=systems, rounds=rounds, steps=steps, warmup=1, timeout=300)
 
 
 def silent(stage: str, what: str) -> None:

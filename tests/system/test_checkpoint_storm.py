@@ -19,14 +19,11 @@ import torch
 import torch.distributed as dist
 from small_models import Chain, Layer, chain, inputs, wholes
 from torch import nn
-from training_runs import metrics, this_rank, wait_for_step, weights
+from training_runs import metrics, train_here, wait_for_step, weights
 
 from fullshard import fully_shard
 from fullshard.checkpoint import async_save, latest, load, save
 from fullshard.testing import RanksFailed, assert_same, run_ranks
-from fullshard.train.check import check as checked
-from fullshard.train.loop import train
-from fullshard.train.options import parse_settings
 
 
 @contextmanager
@@ -116,12 +113,6 @@ def command(out: Path) -> subprocess.Popen[str]:
     )
 
 
-def train_undisturbed(out: Path) -> int:
-    rank = this_rank()
-    settings = parse_settings([*SIZES, *ENDING, "--out", str(out)])
-    return train(settings, checked(settings, rank.world), rank)
-
-
 def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
     """Return the processes of a launcher's ranks."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
@@ -139,11 +130,11 @@ def test_the_command_goes_on_after_each_kill_of_a_rank(tmp_path):
         reached = wait_for_step(tmp_path / "storm", reached + draw.randrange(15, 30))
         time.sleep(draw.uniform(0.0, 0.1))
         os.kill(ranks_of(training)[doomed], signal.SIGKILL)
-        stated, _ = training.communicate(timeout=120)
+        stated, _ = training.communicate(timeout=300)
         assert training.returncode != 0, stated
     last = command(tmp_path / "storm")
     stated, _ = last.communicate()
     assert last.returncode == 0, stated
     assert [line["kind"] for line in metrics(tmp_path / "storm")].count("resume") == 2
-    assert run_ranks(2, train_undisturbed, tmp_path / "calm") == [0, 0]
+    assert run_ranks(2, train_here, *SIZES, *ENDING, "--out", str(tmp_path / "calm")) == [0, 0]
     assert_same(weights(tmp_path / "storm"), weights(tmp_path / "calm"))

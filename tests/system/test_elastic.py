@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 from hosts import Host, torchrun, wait_for
-from training_runs import metrics, this_rank, wait_for_step
+from training_runs import metrics, train_here, wait_for_step
 
 from fullshard.checkpoint.keeper import MEMORY
 from fullshard.errors import ConfigError
 from fullshard.testing import run_ranks
 from fullshard.train import ranks
 from fullshard.train.check import check
-from fullshard.train.loop import train
 from fullshard.train.options import parse_settings
 from fullshard.train.ranks import check_restarts
 
@@ -54,18 +53,11 @@ def options(steps: int, out: Path) -> list[str]:
     return [*TRAIN, "--steps", str(steps), "--out", str(out)]
 
 
-def learn(argv: list[str]) -> int:
-    """Return the exit code of the command, on ranks that are there."""
-    rank = this_rank()
-    settings = parse_settings(argv[1:])
-    return train(settings, check(settings, rank.world), rank)
-
-
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of an undisturbed run on two ranks. It saves nothing, which changes no number."""
     out = tmp_path_factory.mktemp("calm") / "out"
-    assert run_ranks(2, learn, options(STEPS, out), timeout=300) == [0, 0]
+    assert run_ranks(2, train_here, *options(STEPS, out)[1:]) == [0, 0]
     return losses(out)
 
 

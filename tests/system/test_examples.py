@@ -64,7 +64,7 @@ def test_the_ladder_has_eight_rungs_that_name_their_command():
 def test_eight_lines_by_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, EXAMPLES / "1_eight_lines.py"], env=TORCHRUN_ENV, capture_output=True, text=True, timeout=120
+        [*command, EXAMPLES / "1_eight_lines.py"], env=TORCHRUN_ENV, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stderr) == (0, "")
     learned, placed, kept = done.stdout.splitlines()
@@ -185,6 +185,6 @@ def test_parity_sees_what_is_careless(capsys):
 @pytest.mark.slow
 def test_parity_as_a_script():
     command = [sys.executable, EXAMPLES / "7_parity.py"]
-    done = subprocess.run(command, env=TORCHRUN_ENV, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=TORCHRUN_ENV, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("All 1 agree with the plain process bit for bit.\n")

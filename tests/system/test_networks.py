@@ -21,14 +21,11 @@ from pages import ROOT, page, rows, section
 from small_models import adamw, shard, small_gpt, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from training_runs import this_rank
+from training_runs import train_here
 
 from fullshard import Placement, Placements, ShardingStrategy, clip_grad_norm_, fully_shard
 from fullshard.comm.mesh import default_mesh
 from fullshard.testing import assert_same, run_ranks
-from fullshard.train.check import check
-from fullshard.train.loop import train as run_trainer
-from fullshard.train.options import parse_settings
 
 pytestmark = pytest.mark.slow  # two hosts take their time to start
 
@@ -152,10 +149,9 @@ def fullshard_train(text: Path, *more: str) -> list[str]:
     return [*command, "--out", "run", *more]
 
 
-def train_here(folder: Path, argv: list[str]) -> int:
+def train_in(folder: Path, argv: list[str]) -> int:
     os.chdir(folder)
-    rank, settings = this_rank(), parse_settings(argv[2:])
-    return run_trainer(settings, check(settings, rank.world), rank)
+    return train_here(*argv)
 
 
 def losses(folder: Path) -> list[float]:
@@ -168,8 +164,8 @@ def test_the_train_command_gives_the_bits_of_one_host_and_needs_no_folder_that_h
     with (tmp_path / "output").open("w") as output:
         options = {"stdout": output, "stderr": STDOUT}
         started = torchrun(hosts, "-m", *fullshard_train(text), ranks=RANKS, **options)
-        assert wait_for(started, 120) == [0] * HOSTS
-    assert run_ranks(HOSTS * RANKS, train_here, tmp_path, fullshard_train(text, "--replicas", str(HOSTS))) == [0] * 4
+        assert wait_for(started, 300) == [0] * HOSTS
+    assert run_ranks(HOSTS * RANKS, train_in, tmp_path, fullshard_train(text, "--replicas", str(HOSTS))[2:]) == [0] * 4
     one, first, second = (folder / "run" for folder in (tmp_path, *(host.folder for host in hosts)))
     assert (first / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
     assert losses(first) == losses(one)

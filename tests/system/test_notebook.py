@@ -36,7 +36,7 @@ def test_the_notebook_runs_and_gives_the_stored_outputs(tmp_path: Path, monkeypa
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert pictures(notebook) == 3
     assert pictures(stored) == 0  # each run makes other bytes of them
     assert printed(notebook) == printed(stored)

@@ -188,7 +188,7 @@ def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "fullshard.cli", *argv],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, **environment},
         check=False,
     )
@@ -227,7 +227,7 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback(argv: list[str]) -> No
             stdout=writer,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=300,
         )
     finally:
         os.close(writer)
@@ -248,7 +248,7 @@ def test_objects_of_triton_are_freed_at_exit(is_loaded: bool) -> None:
         "gc.freeze()  # as the planner does",
         "main(['--help'])",
     )
-    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
     assert ended.stdout.splitlines()[-1] == str(not is_loaded)
 
 

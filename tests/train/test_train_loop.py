@@ -219,7 +219,7 @@ def forecast_in_background(settings: TrainSettings, machine: Machine) -> Forecas
     return Forecasting(forecast_run, settings, machine).result()
 
 
-@on_ranks(2, timeout=240)  # the first rank starts processes that import torch
+@on_ranks(2)  # the first rank starts processes that import torch
 def test_a_dry_run_reports_what_goes_to_the_disk(tmp_path):
     """A dry run moves what the formulas have, and activations besides."""
     rank = this_rank()
