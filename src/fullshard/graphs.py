@@ -42,6 +42,7 @@ from fullshard.engine.registry import is_unit, process_groups_along, unit_of
 from fullshard.engine.unit import Unit
 from fullshard.engine.unit_parts import UnitSettings
 from fullshard.errors import ConfigError
+from fullshard.optim.before_step import leave_uncompared
 from fullshard.optim.elementwise import trials
 from fullshard.policy.arguments import check_callable, check_type
 from fullshard.policy.switches import switches
@@ -408,6 +409,7 @@ class _StepParts:
         """Move learning rates and step counts into tensors. See [Note: the learning rate of a graph]."""
         device = self._device
         for number, optimizer in enumerate(self.optimizers):
+            leave_uncompared(optimizer)
             for index, group in enumerate(optimizer.param_groups):
                 if device.type == "cuda" and group.get("capturable") is False:
                     group["capturable"] = True

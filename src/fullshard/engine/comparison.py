@@ -98,15 +98,8 @@ def _digests(unit: Unit, axes: Axes) -> list[int | None]:
 
 def are_identical(params: Sequence[nn.Parameter], unit: Unit) -> bool:
     """Return True on all ranks of `unit` if `params`, which are not in a unit, have the same values on each of them."""
-    return gather_if_different([digest(param) for param in params], unit, "parameters in no unit") is None
-
-
-def gather_if_different(own: T, unit: Unit, what: str) -> dict[int, T] | None:
-    """Return the values of all ranks of `unit` by global rank; None if all are equal. This is a collective."""
-    groups, name = _groups_of(unit), f"comparison of {what}"
-    if len(set(_of_all_ranks(_hash(own), groups, unit, name).values())) == 1:
-        return None
-    return _of_all_ranks(own, groups, unit, name)
+    local = _hash([digest(param) for param in params])
+    return len(set(_of_all_ranks(local, _groups_of(unit), unit, "comparison of parameters in no unit").values())) == 1
 
 
 def check_same_names(names: Sequence[str], unit: Unit, optimizer: str, *, reason: str, instead: str) -> None:

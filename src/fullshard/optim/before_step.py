@@ -143,13 +143,27 @@ _steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def count_step(optimizer: Optimizer) -> None:
-    """Count a step of `optimizer`. In some steps, ranks compare their hyperparameters, which is a collective.
+    """Count a step of `optimizer`. In some steps, ranks publish their hyperparameters, and compare them in the next.
 
     They do so in step 16, whenever the number of steps has doubled, and every 1024 steps. Steps within a backward are
-    not compared, because hooks can step several optimizers in any order. Neither are steps in CUDA graphs.
+    not compared: there can be an optimizer per parameter. They use the store and never wait for another rank, because
+    ranks may take different numbers of steps.
     """
     step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
-    if step >= _FIRST_COMPARISON and (step.bit_count() == 1 or step % _COMPARISON_INTERVAL == 0) and not in_backward():
-        from fullshard.optim.hyperparameters import compare_hyperparameters  # imported here, because few steps need it
+    if step < _FIRST_COMPARISON or not (_is_compared(step) or _is_compared(step - 1)) or in_backward():
+        return
+    from fullshard.optim.hyperparameters import compare_published, publish  # imported here, because few steps need them
 
-        compare_hyperparameters(optimizer)
+    if _is_compared(step):
+        publish(optimizer, step)
+    else:
+        compare_published(optimizer, step - 1)
+
+
+def _is_compared(step: int) -> bool:
+    return step >= _FIRST_COMPARISON and (step.bit_count() == 1 or step % _COMPARISON_INTERVAL == 0)
+
+
+def leave_uncompared(optimizer: Optimizer) -> None:
+    """Do not compare the hyperparameters of `optimizer` any more. Its steps in CUDA graphs are not counted."""
+    _steps[optimizer] = -(1 << 62)

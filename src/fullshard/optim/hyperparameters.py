@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fullshard.device.accelerator import is_capturing
-from fullshard.engine.comparison import gather_if_different
-from fullshard.engine.managed import in_model_order, managed_by
-from fullshard.engine.runtime import runtime_or_none
+from fullshard._compat import default_store
+from fullshard.engine.managed import managed_by
+from fullshard.engine.unit import Unit
 
 _log = logging.getLogger(__name__)
 
@@ -23,25 +24,45 @@ SAME_SCHEDULE = (
 )
 
 
-def compare_hyperparameters(optimizer: Optimizer) -> None:
-    """Log a warning if ranks have different hyperparameters of the same parameters. This is a collective.
+def publish(optimizer: Optimizer, step: int) -> None:
+    """Write the hyperparameters of this step of `optimizer` to the store, for `compare_published`."""
+    unit, key = _unit_and_key(optimizer)
+    if unit is not None:
+        value = {"step": step, "groups": list(map(_numbers, optimizer.param_groups))}
+        default_store().set(f"{key}/{dist.get_rank()}", json.dumps(value))
 
-    It does nothing while a CUDA graph is captured. Tensors on an accelerator are not compared.
+
+def compare_published(optimizer: Optimizer, step: int) -> None:
+    """Log a warning on the first rank of a mesh if its ranks have published different hyperparameters of `step`.
+
+    It is called in the next step. Ranks that have published nothing, or another step, are not waited for.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"] if managed_by(param) is not None]
-    first = managed_by(in_model_order(params)[0]) if params else None
-    if first is None or runtime_or_none(first.unit) is None or is_capturing(first.unit.device):
+    unit, key = _unit_and_key(optimizer)
+    ranks = [] if unit is None else sorted(unit.axes.mesh.mesh.flatten().tolist())
+    if not ranks or dist.get_rank() != ranks[0]:
         return
-    found = gather_if_different(list(map(_numbers, optimizer.param_groups)), first.unit, "hyperparameters")
-    differing = None if found is None else different_hyperparameter(found)
-    if found is not None and differing is not None and dist.get_rank() == min(found):
-        _log.warning("%s %s", differing, SAME_SCHEDULE)
+    store, keys = default_store(), [f"{key}/{rank}" for rank in ranks]
+    if store.check(keys):
+        values = {rank: json.loads(store.get(key)) for rank, key in zip(ranks, keys, strict=True)}
+        found = {rank: value["groups"] for rank, value in values.items() if value["step"] == step}
+        differing = different_hyperparameter(found) if len(found) > 1 else None
+        if differing is not None:
+            _log.warning("%s %s", differing, SAME_SCHEDULE)
+
+
+def _unit_and_key(optimizer: Optimizer) -> tuple[Unit | None, str]:
+    """Return a unit that `optimizer` updates on several ranks, and a key for optimizers with the same parameters."""
+    managed = [item for group in optimizer.param_groups for param in group["params"] if (item := managed_by(param))]
+    if not managed or managed[0].unit.axes.world == 1 or dist.get_backend() == "fake":
+        return None, ""
+    names = [(item.unit.name, item.param.fqn) for item in managed]
+    return managed[0].unit, f"fullshard/hyperparameters/{sha256(repr(names).encode()).hexdigest()}"
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a group, and the FQNs of its parameters."""
     found: dict[str, Any] = {}
-    for name, value in group.items():
+    for name, value in group.items():  # tensors on an accelerator would have to be waited for
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
             found[name] = value.item()
         elif isinstance(value, int | float | str) or (
