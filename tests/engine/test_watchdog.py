@@ -311,6 +311,7 @@ WAITS_KNOWN = {
     ),
     **dict.fromkeys(("checkpoint/saving.py", "train/loop.py"), "PendingSave.wait"),
     "liveness": "the watchdog itself",
+    "optim/hyperparameters.py": "keys of the store that are set",
     **dict.fromkeys(("plan/background.py", "plan/speeds_of_ranks.py", "planner", "train/what_ifs.py"), "own processes"),
     **dict.fromkeys(("testing", "report/watching.py"), "own processes and threads"),
 }
