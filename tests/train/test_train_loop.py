@@ -14,7 +14,7 @@ import torch.distributed as dist
 from replayed_graph import ReplayedGraph
 from safetensors.torch import load_file
 from shared_ranks import on_ranks, run_ranks
-from training_runs import QUICK, losses, metrics, this_rank
+from training_runs import QUICK, losses, metrics, this_rank, train_here
 
 from fullshard import CheckpointError, ConfigError, DiskError, Offload, fully_shard, testing
 from fullshard.comm.native import NativeCollectives
@@ -39,14 +39,8 @@ from fullshard.train.text import find_text, write_text
 FULL = "/dev/full"  # every write fails as on a full disk
 
 
-def run_training(out: Path, argv: list[str]) -> None:
-    rank = this_rank()
-    settings = parse_settings([*QUICK, *argv, "--out", str(out)])
-    train(settings, check(settings, rank.world), rank)
-
-
 def trained(world: int, out: Path, *argv: str) -> Path:
-    run_ranks(world, run_training, out, list(argv))
+    run_ranks(world, train_here, *QUICK, *argv, "--out", str(out))
     return out
 
 
