@@ -50,6 +50,7 @@ class Gate:
         container._Stream.write = lambda stream, data: self.opened.wait(30) and self._write(stream, data)
 
 
+@pytest.mark.slow
 @on_new_ranks(2)
 def test_what_is_saved_is_the_moment_of_the_call(tmp_path):
     model, optimizer = built()
@@ -136,6 +137,7 @@ def test_memory_for_the_copy_is_taken_once(tmp_path):
     assert places[0] == places[1]
 
 
+@pytest.mark.slow
 def test_the_error_of_a_save_that_nobody_waits_for_is_logged_at_exit():
     """The program ends with a save in progress, and would end without a word."""
     script = """

@@ -83,6 +83,7 @@ def flip(path: Path, place: int = 2000) -> None:
 # -- ls ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ls_reports_every_checkpoint_the_newest_first(command, folder):
     run = folder / "run"
     (run / "step-000000030.partial-00ff").mkdir()

@@ -51,6 +51,7 @@ def save_and_die(folder: Path, step: int, operation: int) -> None:
     save(folder, model=plain(step), step=step, keep=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["another step", "the same step again"]
 )
@@ -226,6 +227,7 @@ def die_in_the_middle(folder: Path) -> None:
     save(folder, model=model, step=2)
 
 
+@pytest.mark.slow
 def test_a_writer_that_dies_leaves_the_others_with_an_error_and_the_old_checkpoint(tmp_path):
     with pytest.raises(RanksFailed) as caught:
         run_ranks(2, die_in_the_middle, tmp_path)

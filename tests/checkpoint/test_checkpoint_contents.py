@@ -326,6 +326,7 @@ def test_how_a_model_is_wrapped_is_no_part_of_a_checkpoint(tmp_path):
         assert_same(found, expected, name=f"{way} as {other}")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_model_on_the_meta_device_takes_a_checkpoint(tmp_path):
     """A model without memory, and an optimizer that was made of it, take a checkpoint."""
@@ -482,6 +483,7 @@ IDENTICAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [True, False])
 @on_ranks(1)
 def test_states_of_another_optimizer_are_refused_before_anything_is_loaded(recorded, tmp_path):

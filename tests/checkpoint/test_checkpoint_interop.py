@@ -117,6 +117,7 @@ def test_torch_checkpoints_may_have_names_like_ours(tmp_path):
     assert_same(model.state_dict(), state)
 
 
+@pytest.mark.slow
 def test_what_torch_has_written_opens_here(tmp_path):
     expected = run_ranks(2, write_as_torch_does, tmp_path)[0]
     for world in (2, 3):

@@ -455,6 +455,7 @@ def check_run_goes_on(folder: Path) -> None:
     shutil.rmtree(saved)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @given(data=st.data())
 @settings(max_examples=120, deadline=None)
@@ -556,6 +557,7 @@ def store_instead(folder: Path, key: str, value: Any) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_a_flipped_bit_in_torchs_own_checkpoint_is_an_error_or_without_effect(tmp_path):
     """For any bit. torch.load does not compare checksums."""

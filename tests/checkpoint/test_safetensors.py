@@ -287,6 +287,7 @@ def visit_transformers(folder: Path) -> None:
         assert_same(files_of(again), files_of(out))
 
 
+@pytest.mark.slow
 def test_from_pretrained_opens_an_export_and_we_open_what_save_pretrained_writes(tmp_path):
     pytest.importorskip("transformers")
     run_ranks(2, visit_transformers, tmp_path)

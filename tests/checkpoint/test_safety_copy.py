@@ -76,6 +76,7 @@ def without(memory: Path, name: str, lost: set[int]) -> Path:
     return other
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_the_state_of_any_lost_host_is_restored_from_the_next_one(tmp_path):
     """If two adjacent hosts are lost together, their state is not restored."""
@@ -119,6 +120,7 @@ def test_the_hosts_that_are_left_go_on_at_another_world_size(tmp_path):
     run_ranks(2, go_on_without_each, tmp_path)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_one_host_keeps_what_its_ranks_lose(tmp_path):
     model, optimizer = copy_steps(tmp_path, 3, ranks_of_host=2)
@@ -164,6 +166,7 @@ def check_kills(tmp_path: Path, operations: range) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_while_it_copies_costs_one_copy_at_most(tmp_path):
     assert not check_kills(tmp_path, range(9, 10))
 

@@ -47,6 +47,7 @@ def state_of(run: dict[str, Any]) -> list[Any]:
     return [wholes(run["model"]), run["optimizer"].state_dict()["param_groups"][0]["lr"]]
 
 
+@pytest.mark.slow
 @on_new_ranks(2)
 def test_what_is_put_back_goes_on_with_the_bits_of_a_run_left_alone():
     for strategy in STRATEGIES:

@@ -124,6 +124,7 @@ def learn(strategy: str, abandoned: dict[int, object], in_memory: bool = True) -
 EVERY = dict(enumerate((*TOGETHER, in_a_hook_on_sums, *ALONE), 1))
 
 
+@pytest.mark.slow
 @under_strategies
 def test_an_abandoned_step_leaves_no_trace(strategies):
     for strategy in strategies:
@@ -131,6 +132,7 @@ def test_an_abandoned_step_leaves_no_trace(strategies):
         assert_same(run_ranks(2, learn, strategy, EVERY), expected)
 
 
+@pytest.mark.slow
 def test_nor_where_replicas_wait_for_one_another_or_ranks_share_no_memory():
     expected = run_ranks(4, learn, "hsdp", {})
     assert_same(run_ranks(4, learn, "hsdp", EVERY), expected)
@@ -159,6 +161,7 @@ def learn_from_the_first_step(strategy: str, in_memory: bool) -> None:
         assert_same(wholes(model), expected, name=str(fail_first))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_nor_in_the_first_step_of_a_model(in_memory):
     run_ranks(2, learn_from_the_first_step, "zero3", in_memory)
@@ -191,5 +194,6 @@ def edit_wrapped(fails: bool) -> dict[str, Tensor]:
     return wholes(model)
 
 
+@pytest.mark.slow
 def test_weights_can_be_changed_after_a_step_of_the_wrapper_is_abandoned():
     assert_same(run_ranks(2, edit_wrapped, True), run_ranks(2, edit_wrapped, False))

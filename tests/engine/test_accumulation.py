@@ -74,6 +74,7 @@ def test_one_rank_adds_up_the_bits_of_plain_pytorch(strategy):
         assert_same(learn(chain(partial(fully_shard, strategy=strategy)), quiet), expected, name=strategy)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_two_ranks_add_up_the_bits_of_distributed_data_parallel():
     expected = learn(DistributedDataParallel(chain(leave)), by_context)
@@ -112,6 +113,7 @@ def learn_with_grads_of_inputs(model: Any, take: Any) -> list[Any]:
     return wholes(inner(model))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_passes_that_take_gradients_of_inputs_reduce_nothing_that_is_held_back():
     for take in (grad_of, grad_of_another_forward, backward_of_inputs):
@@ -260,6 +262,7 @@ def count_in_shared_units() -> list[tuple[Any, list[int], list[int]]]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_unit_of_several_modules_is_reduced_once_in_a_microbatch_that_is_synced():
     for program, found, expected in run_ranks(2, count_in_shared_units)[0]:
         assert found == expected, program
@@ -404,6 +407,7 @@ def run_programs(seeds: range) -> None:
             )
 
 
+@pytest.mark.slow
 def test_kept_parameters_are_updated_by_every_kind_of_step():
     run_ranks(2, run_programs, range(8))
 
@@ -441,6 +445,7 @@ def count_numbers_and_gathers() -> None:
         assert [[number for number, _ in step] for step in steps] == [[1, 2, 3]] * 3, set_to_none
 
 
+@pytest.mark.slow
 def test_zero1_gathers_once_a_step_and_counts_its_microbatches_whatever_zeroes_gradients():
     with dry.world(2):
         count_numbers_and_gathers()
@@ -479,6 +484,7 @@ def train_at_random(seed: int, shard: bool, options: dict[str, Any]) -> list[Any
     return [*visited, wholes(model)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @on_ranks(2)
 def test_gradients_that_are_not_reduced_yet_are_zeroed_like_others(seed):

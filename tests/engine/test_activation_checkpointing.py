@@ -205,6 +205,7 @@ def test_what_is_computed_again_gives_plain_bits(name, strategies):
     run_ranks(2, agree_with_plain, partial(learn_built, build), *strategies)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_units_are_gathered_no_more_often_than_they_must_be_and_all_ahead():
     """Once in forward, with the root. In backward once for all units needed immediately after a recomputation."""
@@ -244,6 +245,7 @@ def kept_by(model: Any) -> int:
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds",
     [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 import torch
 from shared_ranks import on_ranks, same_on_all_ranks
 from small_models import chain, inputs, leave, sgd
@@ -85,6 +86,7 @@ def outcome(function: Callable[..., Any], arguments: dict[str, Any], name: str, 
     return ""
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_arguments_of_a_wrong_type_are_refused_by_name():
     found = []

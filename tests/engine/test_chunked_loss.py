@@ -133,6 +133,7 @@ def of_others(sent: Sent) -> Sent:
     return Counter({what: count for what, count in sent.items() if what[1] != HEAD})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @on_ranks(2)
 def test_a_loss_in_chunks_sends_what_it_does_without(strategy):

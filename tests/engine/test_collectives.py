@@ -274,6 +274,7 @@ def test_connections_can_be_broken_after_a_peer_has_closed_its_own():
     store.wait(["ended"])
 
 
+@pytest.mark.slow
 @WAYS
 @on_new_ranks(2)
 def test_models_that_only_some_ranks_build_change_nothing(shares):

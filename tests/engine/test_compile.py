@@ -110,6 +110,7 @@ def compiled(build: Callable[..., Any], options: dict[str, Any], shard: Shard) -
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build", [BLOCKS[0], *(pytest.param(block, marks=pytest.mark.slow) for block in (*BLOCKS[1:], whole_model))]
 )
@@ -215,6 +216,7 @@ def count_graphs() -> dict[str, tuple[int, int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_graphs_end_where_units_begin_and_nowhere_else():
     """A compiled block is one graph, and another for the first, whose input needs no gradient. A compiled model is
     interrupted once for each unit in it; from within a loop, the compiler goes on to the blocks alone.

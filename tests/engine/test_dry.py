@@ -47,6 +47,7 @@ def replicated(replicas: int, shards: int) -> Any:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["", "bf16", pytest.param("fp16", marks=pytest.mark.slow), "offload"])
 @on_ranks(2)
 def test_streams_change_no_bit(option):
@@ -75,6 +76,7 @@ def reported(tape: dry.Tape) -> list[Any]:
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fake_tensors_leave_the_tape_that_real_ones_leave(strategy):
     for loop, option in (("steps", "bf16"), ("accumulation", "offload")):
@@ -273,6 +275,7 @@ def clipped(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [False, True])
 def test_models_that_people_have_run_dry(values):
     makers = [
@@ -437,6 +440,7 @@ def test_a_mesh_of_a_tensor_is_refused_among_tensors_without_values():
         dry.run(lambda: chain(partial(fully_shard, mesh=DeviceMesh("cpu", torch.arange(8)))), inputs, world=8)
 
 
+@pytest.mark.slow
 def test_the_work_of_a_dry_run_is_proportional_to_the_number_of_layers():
     def calls_of(layers: int) -> int:
         count = 0

@@ -146,6 +146,7 @@ def gathers_of_all(shares: bool, strategies: Any) -> list[Any]:
     return left
 
 
+@pytest.mark.slow
 def test_every_rank_decodes_the_same_bytes():
     """Bits do not depend on the strategy here either, nor on whether ranks share memory."""
     assert_same(run_ranks(2, gathers_of_all, True, SHARDING), run_ranks(2, gathers_of_all, False, ["zero3"]))
@@ -323,6 +324,7 @@ def sum_by_hand(grads: Tensor) -> Tensor:
     return (first + second) / 2
 
 
+@pytest.mark.slow
 def test_bf16_messages_are_summed_in_float32_and_any_messages_by_shared_memory_or_not():
     assert_same(run_ranks(2, learn_reduced, True), run_ranks(2, learn_reduced, False))
 
@@ -344,6 +346,7 @@ class Queue(PairwiseCollectives):
         return lambda: None
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_bits_are_the_same_on_a_queue_and_however_many_parts_are_decoded_at_once():
     cases = [("zero3", "int4"), ("zero1", "bf16"), ("ddp", "int8")]
@@ -382,6 +385,7 @@ def test_a_reduction_sends_the_requested_bits_and_a_scale_per_block():
     assert run_ranks(2, reduced_bytes, ("zero3", "ddp"), tuple(part)) == [expected] * 2
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_what_is_not_finite_arrives_so_and_is_gone_in_the_next_step():
     for strategy in ("zero3", "ddp"):

@@ -74,6 +74,7 @@ SHARDED = {"nested": nested, "joint": joint}
 # -- against one process ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "efsdp", "ep", "dim", "strategy"),
     [
@@ -126,6 +127,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "dim"), [("zero3", None), ("zero3", 1), ("zero1", None)])
 @on_ranks(4)
 def test_a_unit_of_two_meshes_is_as_two_units(strategy, dim):
@@ -155,6 +157,7 @@ def test_a_unit_of_two_meshes_is_as_two_units(strategy, dim):
     assert predict_ledger(models[0]).parameters == predict_ledger(models[1]).parameters
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_unit_of_two_meshes_is_copied_cast_saved_and_loaded(tmp_path):
     """Copies, casts, state dicts, full parameters and checkpoints."""
@@ -337,6 +340,7 @@ def test_muon_steps_each_expert_and_each_matrix_that_is_cut_on_several_axes_as_o
     assert [rank[0] for rank in counts] == [1] * 4
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_muon_trains_a_mixture_of_experts_to_the_bits_of_one_process():
     mesh = expert_mesh()

@@ -92,6 +92,7 @@ def rank_and_world() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+@pytest.mark.slow
 def test_ranks_start_without_a_fork_server(monkeypatch, caplog):
     get_context = multiprocessing.get_context
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])

@@ -91,6 +91,7 @@ def learn(model: nn.Module, name: str, steps: int = 4) -> list[Any]:
     return [*visited, *(p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
 @on_ranks(2)
 def test_derivatives_and_losses_of_them_have_plain_bits(strategy):

@@ -26,6 +26,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_a_sample_of_programs_is_equal_to_plain_pytorch_or_refused():
     with Pool() as pool:
         programs = {f"sample:{i}": Generator(f"sample:{i}", (1, 2)).program() for i in range(SAMPLE)}
@@ -125,6 +126,7 @@ PLAIN_CASES = {
 }
 
 
+@pytest.mark.slow
 def test_the_plain_run_does_what_sharded_training_promises():
     with Pool() as pool:
         verdicts = {name: pool.judge({"ranks": 2} | program) for name, program in PLAIN_CASES.items()}
@@ -174,6 +176,7 @@ FROZEN = {"kind": "own", "children": [NORM], "unit": {}, "as one": True, "frozen
 TIED = [{"kind": "linear", "label": "4"}, {"kind": "linear"}, {"kind": "tied", "to": "4", "unit": {}, "as one": True}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares_memory", [True, False])
 def test_ranks_that_skip_different_modules_do_not_hang_in_several_process_groups(shares_memory):
     """The ranks of one group find the difference, and those of others wait for them; or no group finds it."""
@@ -209,6 +212,7 @@ def leave_a_rank_out() -> None:
     patch.object(shared_memory, "sum_in_rank_order", partial_sum).start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [leave_a_rank_out, pytest.param(scale_gradients, marks=pytest.mark.slow)])
 def test_a_planted_fault_is_found_and_shrunk(fault):
     with Pool(before=fault) as pool:
@@ -227,6 +231,7 @@ def test_reductions_of_a_program_are_simpler_and_end():
     assert shrink(program, lambda smaller: True) == {}
 
 
+@pytest.mark.slow
 def test_a_printed_script_runs_alone(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(script_of({"loop": [{"do": "step"}]}))

@@ -25,6 +25,7 @@ def backward(model: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @on_ranks("world")
 def test_our_clipping_and_that_of_torch_equal_one_process(world):

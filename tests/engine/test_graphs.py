@@ -75,6 +75,7 @@ SEEDS = (57, 120, 167, 165, 124, 270, 313, 28)
 MORE_SEEDS = (98, 51, 191, 3, 76, 14, 84, 89)
 
 
+@pytest.mark.slow
 def test_random_programs_have_the_bits_of_eager_steps():
     programs = [random_program(seed) for seed in SEEDS]
     for result in run_ranks(2, agree, programs):
@@ -108,6 +109,7 @@ REASONS = {
 }
 
 
+@pytest.mark.slow
 def test_a_change_that_a_graph_cannot_follow_runs_eagerly_with_its_reason():
     quiet, others = ("nothing",) * 5, ("rate", "scheduler", "evaluate", "load", "write", "zero")
     programs = [
@@ -146,6 +148,7 @@ def test_ranks_that_replay_different_steps_report_no_learning_rates():
     assert run_ranks(2, rates_reported_after_other_numbers_of_eager_steps) == [[], []]
 
 
+@pytest.mark.slow
 def test_gradients_that_are_set_between_steps_are_not_skipped():
     """A step that zeroes gradients first leaves some, and a graph writes them to its own memory."""
     first = replace(STEADY, zeroes_first=True, actions=("nothing", "backward", "zero", *("nothing",) * 6))

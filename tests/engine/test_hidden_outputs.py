@@ -27,6 +27,7 @@ from fullshard.testing import assert_same
 STRATEGIES = ("zero3", "zero3", "zero3", "zero2", "zero1", "ddp")
 
 
+@pytest.mark.slow
 def test_a_backward_is_right_or_refused_on_every_rank() -> None:
     seeds = list(range(16))
     by_rank = run_ranks(2, run_programs, seeds, STRATEGIES)
@@ -174,6 +175,7 @@ RETURNED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_unit_may_return_its_parameters() -> None:
     for name, returns in RETURNED.items():

@@ -379,6 +379,7 @@ loss_of(model(torch.ones(2, 8)), model[1])
 """
 
 
+@pytest.mark.slow
 def test_a_function_of_a_sharded_weight_is_reported_with_its_remedy():
     ended = subprocess.run([sys.executable, "-c", MIXES], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
@@ -413,6 +414,7 @@ model.weight.detach().norm().clamp_(min=1e-3)
 """
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_changed_in_place_is_reported_what_to_do():
     ended = subprocess.run([sys.executable, "-c", NORMS], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
@@ -420,6 +422,7 @@ def test_a_norm_that_is_changed_in_place_is_reported_what_to_do():
     assert "fullshard.clip_grad_norm_" in ended.stderr
 
 
+@pytest.mark.slow
 def test_an_average_of_parameters_and_buffers_is_reported_what_to_do():
     ended = subprocess.run([sys.executable, "-c", AVERAGES], capture_output=True, text=True, check=False)
     assert ended.returncode == 1

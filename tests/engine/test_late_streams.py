@@ -156,6 +156,7 @@ def test_late_streams_sleep_and_results_are_the_same():
     assert len(slept) > 50 and max(slept) == 1.0  # a CPU has no marks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", IN_THREADS)
 def test_ranks_may_be_threads(strategy):
     [found] = run_ranks(1, differing_in_threads, 4, strategy, "cpu", do_not_sleep)

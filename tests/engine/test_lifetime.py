@@ -270,6 +270,7 @@ def leaks_of_process_groups(folder: Path, cycles: int, features: frozenset[str])
 FEATURES = frozenset({"clip", "save", "async_save", "safety copy", "summon", "states", "disk", "hsdp", "mismatch"})
 
 
+@pytest.mark.slow
 @torch_before((2, 13), "torch 2.11 keeps process groups of foreach operations on DTensors")
 def test_nothing_outlives_its_process_group_for_more_than_a_cycle(tmp_path):
     """No more descriptors, threads, children and shared memory after seven cycles than after the first three."""

@@ -140,6 +140,7 @@ def learn_on(base: str, shard: Shard) -> list[Any]:
     return learn(adapted(shard, base))
 
 
+@pytest.mark.slow
 @under_strategies
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("bases", [["float32", "bfloat16", "float64", "masked"], ["int8", "int32", "e4m3", "e5m2"]])

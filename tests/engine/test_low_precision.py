@@ -80,6 +80,7 @@ def float8_model(hidden: int = HIDDEN) -> nn.Sequential:
     return convert_to_float8_training(model, config=config)
 
 
+@pytest.mark.slow
 @needs("torchao")
 @on_ranks(2)
 def test_torchao_float8_trains_the_bits_of_one_process():
@@ -338,6 +339,7 @@ def load_bases(name: str, folder: Path, strategies: Sequence[str]) -> None:
         assert_same(learn(model), expected, name=f"{base}, not sharded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(item, marks=needs(item)) for item in ("torchao", "bitsandbytes")])
 def test_encoded_bases_are_saved_as_they_are_and_loaded_anywhere(name, tmp_path):
     run_ranks(2, save_bases, name, tmp_path)
@@ -451,6 +453,7 @@ def step_in_blocks(library: str, kind: str, folder: Path, expected: list[Any], s
                 assert_same(whole(model, optimizer), expected[1], name=f"{kind} {strategy}, from a state dict")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", [pytest.param(kind, marks=needs(kind)) for kind in KINDS])
 def test_states_in_blocks_are_those_of_one_process_on_any_number_of_ranks_and_are_saved(library, tmp_path):
     for kind in KINDS[library]:
@@ -507,6 +510,7 @@ def round_at_random(folder: Path, strategy: str) -> list[Any]:
     return expected
 
 
+@pytest.mark.slow
 @needs("torchao")
 def test_rounding_at_random_is_identical_on_all_replicas_and_goes_on_where_it_stopped(tmp_path):
     for strategy in ("zero3", "ddp"):

@@ -41,6 +41,7 @@ def by_name(mesh: DeviceMesh, shard: Any = None, replicate: Any = None, **option
     return partial(fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard, replicate), **options)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_axes_by_name_are_those_of_a_mesh_of_them():
     """Plain parameters: whichever axes are named, they are sharded as over a mesh that has those axes only."""
@@ -81,6 +82,7 @@ def batch_of(step: int) -> Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_tensor_parallelism_with_axes_by_name_equals_that_with_a_slice():
     """Compare tensor parallelism on a separate axis, with the data axes given by name and as a slice."""
@@ -163,6 +165,7 @@ def test_parameters_may_be_placed_on_all_axes(names, shape, axes):
 # -- hooks on sums ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_hook_is_called_with_the_sums_and_may_change_them():
     """Twice the gradients where a hook doubles the sums; as many calls as there are parameter groups and syncs."""
@@ -257,6 +260,7 @@ def train_in_threads() -> list[Any]:
     return found[0]
 
 
+@pytest.mark.slow
 def test_two_models_train_in_two_threads():
     """No rank holds a lock that both models need while it waits for a peer."""
     alone = run_ranks(2, train_alone)

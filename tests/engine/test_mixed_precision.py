@@ -69,6 +69,7 @@ def learn(model: Any) -> list[Any]:
     return [*left, wholes(model)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compute", "reduce"), [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, BF16)])
 @on_ranks(2)
 def test_every_strategy_has_the_bits_of_masters_cast_by_hand(compute, reduce):
@@ -144,6 +145,7 @@ def learn_with_some_kept(kept: set[str], shard: Any, reduce: torch.dtype | None)
     return [*left, wholes(model)]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_parameters_that_keep_their_dtype_are_as_cast_by_hand():
     names, rng = list(dict(nn.Sequential(Scaled(), Scaled()).named_parameters())), random.Random(3)
@@ -305,6 +307,7 @@ def learn_in_wider_gradients(reduce: torch.dtype | None, shard: Any) -> list[Any
     return [*left, wholes(model)]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_gradients_have_the_requested_dtype_of_parameters():
     for reduce in (None, BF16):

@@ -205,6 +205,7 @@ def sharded_chain(shard: Shard) -> Any:
     return shard(model)
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_units_in_wrappers_are_changed_like_plain_modules():
     for name, change in CHANGES.items():

@@ -261,6 +261,7 @@ def followed(world: int) -> list[dict[str, Recorder]]:
 WORLDS = pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 
 
+@pytest.mark.slow
 @WORLDS
 def test_training_is_that_of_one_process_bit_for_bit(world):
     """Given the same gradients: under every strategy, on one axis and two, with either front end."""
@@ -541,6 +542,7 @@ def load(folder: str, expected: dict[str, Any]) -> None:
         assert_same(wholes(model), expected["after"], name=f"{strategy}, {by_files}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_by", "strategy", "loaded_by"), [(2, "zero3", 3), pytest.param(3, "ddp", 1, marks=pytest.mark.slow)]
 )

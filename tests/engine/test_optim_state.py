@@ -82,6 +82,7 @@ def whole_state(state: dict[str, Any]) -> dict[str, Any]:
 # -- names and values -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks("world")
 def test_states_have_the_user_s_own_names_and_plain_values(world):
@@ -188,6 +189,7 @@ def load_state(folder: str, expected: dict[str, Any]) -> None:
         learn(model, optimizer, range(2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_by", "strategy", "loaded_by"),
     [(2, "zero3", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "ddp", 2), (3, "zero1", 1)))],
@@ -377,6 +379,7 @@ def train_in_any_order(folder: str, name: str, strategy: str, seed: int | None) 
     return [*left, gathered({name: param.detach() for name, param in model.named_parameters()})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_the_order_in_which_a_rank_gives_parameters_to_an_optimizer_changes_nothing(tmp_path, strategy):
@@ -396,6 +399,7 @@ def states_by_torch(seed: int | None) -> list[Any]:
     return [states, get_state_dict(model, optimizer, options=options)[1]["state"]]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_states_that_torch_gathers_do_not_depend_on_the_order_of_parameters():
     assert_same(states_by_torch(seed=3), states_by_torch(None))
@@ -615,6 +619,7 @@ def outcome(call: Callable[..., object], *args: object) -> str:
     return "accepted"
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_malformed_state_dict_is_accepted_or_an_error_of_this_package_on_every_rank():
     model = shard(small_gpt(), strategy="zero3")

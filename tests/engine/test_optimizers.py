@@ -60,6 +60,7 @@ def trained(shard: Any, make: Make) -> dict[str, Tensor | None]:
     return steps(model, make(list(model.parameters())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks("world")
 def test_every_optimizer_of_torch_gives_the_bits_of_plain_training(world):
@@ -262,6 +263,7 @@ def stepping_in_backward(shard: Any) -> dict[str, Tensor | None]:
     return wholes(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks("world")
 def test_steps_within_backward_give_the_bits_of_steps_after_it(world):
@@ -502,6 +504,7 @@ def changed(shard: Any, name: str, seed: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "ASGD", "SGD", "SGD without states"])
 @on_ranks(2)
 def test_whatever_changes_between_steps_the_bits_are_those_of_plain_training(name):
@@ -952,6 +955,7 @@ def verify(kinds: Sequence[Any]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_comparison_with_whole_tensors_finds_what_needs_them():
     right = [Kept, OwnAdam, DecaysMatrices, Foreach, torch.optim.AdamW]
     first, second = run_ranks(2, verify, [*right, *NEED_WHOLES])

@@ -107,6 +107,7 @@ QUICK = {"steps": 2, "auto_wrap_policy": BY_LAYER}
 # -- yes --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_strategy_has_the_bits_of_the_plain_process():
     report = check_parity(Net, make_batch, ranks=2, accumulate=2, **QUICK)
     assert [row.title for row in report.rows] == [
@@ -295,6 +296,7 @@ def test_what_differs_first_is_named(make_model, ranks, first):
         report.raise_if_different()
 
 
+@pytest.mark.slow
 def test_what_happens_late_is_reported_with_its_step():
     report = check_parity(
         writes_to_a_weight_before_the_third_call,
@@ -310,6 +312,7 @@ def test_what_happens_late_is_reported_with_its_step():
     assert 0 < row.loss.largest < 1e-2
 
 
+@pytest.mark.slow
 def test_another_order_of_addition_is_detected_and_can_be_tolerated():
     report = check_parity(
         adds_in_another_order, make_batch, ranks=3, strategies=["zero3"], rtol=1e-3, atol=1e-4, **QUICK
@@ -527,6 +530,7 @@ def test_a_row_states_that_it_is_tolerated():
 HERE = ["--batch", f"{__file__}:make_batch", "--ranks", "2", "--steps", "2", "--wrap", "Layer"]
 
 
+@pytest.mark.slow
 def test_the_command_states_yes_with_a_table_and_json(tmp_path, capsys):
     path = tmp_path / "parity.json"
     argv = ["--model", f"{__file__}:Net", "--strategies", "zero1,hsdp", "--json", str(path)]
@@ -663,6 +667,7 @@ def perceptrons() -> nn.Module:
     return chain(leave, Chain())
 
 
+@pytest.mark.slow
 def test_strategies_have_the_bits_of_tensor_parallelism_alone():
     """It has the plain process's numbers within rounding, and the report states the difference."""
     report = check_parity(

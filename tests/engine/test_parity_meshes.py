@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import experts
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -105,6 +106,7 @@ def test_a_pipeline_has_the_bits_of_the_plain_process():
     assert [str(row) for row in report.rows] == ["zero3, 1 rank, with pp2: the same bits"]
 
 
+@pytest.mark.slow
 def test_stages_parts_of_sequences_and_experts_have_the_bits_of_the_same_ranks_unsharded():
     """These have the plain process's numbers within rounding."""
     report = compared(1, ["zero3"], pp=2, cp=2, ep=2)
@@ -112,6 +114,7 @@ def test_stages_parts_of_sequences_and_experts_have_the_bits_of_the_same_ranks_u
     assert [(row.strategy, row.is_bit_for_bit) for row in report.rows] == [("none", False), ("zero3", True)]
 
 
+@pytest.mark.slow
 def test_a_model_that_counts_positions_on_each_part_again_is_reported():
     """By the first row, and by the parameter. Sharding adds no difference."""
     report = compared(1, ["zero3"], careless_loss, cp=2)

@@ -93,6 +93,7 @@ def learn(kind: type[Weight], microbatches: int, shard: Shard) -> list[Any]:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks("world")
 def test_they_learn_the_bits_of_one_process(world):
@@ -102,6 +103,7 @@ def test_they_learn_the_bits_of_one_process(world):
             agree_with_plain(partial(learn, kind, microbatches), *strategies)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_replicas_of_shards_train_identically():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -114,6 +116,7 @@ def test_replicas_of_shards_train_identically():
     assert_same(learn(Weight, 1, partial(fully_shard, mesh=mesh, strategy="hsdp"))[0], learn(Weight, 1, leave)[0])
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
     first, *others = (learn(Weight, 1, partial(fully_shard, strategy=strategy)) for strategy in ONE_AXIS)
@@ -170,6 +173,7 @@ def traffic(strategy: str) -> None:
         assert sum(wanted <= nbytes < wanted + room for nbytes in found) == times, (found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_gather_moves_a_byte_an_element_and_the_scales(world):
     for strategy in ONE_AXIS:
@@ -214,6 +218,7 @@ class PairedWeight(Weight):
         return None if out is not None else (gathered[0], gathered)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_gathered_tensors_start_at_their_storages():
     agree_with_plain(partial(learn, PairedWeight, 1), "zero3", "zero2")
@@ -264,6 +269,7 @@ def keep_state(folder: Path, strategies: Sequence[str]) -> None:
         assert_same([step(other, fresh, 2), whole_values(other)], later)
 
 
+@pytest.mark.slow
 def test_their_state_is_saved_and_loaded_as_plain_values(tmp_path):
     run_ranks(2, keep_state, tmp_path, ("zero3", "ddp"))
     run_ranks(3, load_elsewhere, tmp_path / "zero3")

@@ -170,6 +170,7 @@ def every_schedule_and_strategy(world: int, kinds: list[type]) -> None:
 lazy_pairs = torch_before((2, 13), "torch 2.11's gloo cannot send while it connects")
 
 
+@pytest.mark.slow
 @lazy_pairs
 def test_stages_get_the_gradients_of_one_process():
     """Bit for bit: each rank sums its microbatches in order, and ranks are summed in order."""
@@ -240,6 +241,7 @@ def visits(pipeline: Pipeline) -> dict[str, int]:
     )
 
 
+@pytest.mark.slow
 @lazy_pairs
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @on_ranks(4)
@@ -286,6 +288,7 @@ def test_microbatches_are_summed_in_the_reduce_dtype():
         matches_one_process(Pipeline(kind, mesh, mesh["dp"], mp_policy=BF16), testing.assert_same, torch.bfloat16)
 
 
+@pytest.mark.slow
 @torch_before((2, 13), "torch 2.11 gives no full tensor of axes that are not in the mesh's order")
 @on_ranks(4)
 def test_stages_may_be_tensor_parallel_too():
@@ -399,6 +402,7 @@ def finalize_by_hand(policy: MixedPrecisionPolicy) -> None:
     testing.assert_same(grads[1], grads[0])
 
 
+@pytest.mark.slow
 def test_gradients_finalized_by_hand_are_those_of_hooks():
     """Microbatches wait for their backward, which runs in a different order."""
     for policy in (MixedPrecisionPolicy(), BF16):

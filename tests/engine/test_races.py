@@ -711,11 +711,13 @@ def in_few_scenarios() -> Sites:
 common = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
+@pytest.mark.slow
 @common
 def test_no_stream_touches_what_another_still_uses(strategy):
     looked_through(of_strategy(strategy, common=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["hooks between uses", "writing in hooks"])
 def test_shards_that_are_written_while_they_are_read_from_a_disk_are_read_again(loop):
     assert not dry.races(tape_of("zero3", loop, "disk"))
@@ -725,6 +727,7 @@ def test_shards_that_are_written_while_they_are_read_from_a_disk_are_read_again(
     assert found and all("uses data that was read while it was being written" in race.what for race in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [3, 7])
 def test_nor_on_ranks_other_than_the_first(rank):
     for scenario in (("zero3", "steps", ""), ("hsdp", "accumulation", "bf16"), ("zero1", "steps", "offload")):
@@ -904,6 +907,7 @@ def test_writes_to_the_same_blocks_are_in_order():
     assert len(dry.races(tape, without=site)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["offload", "states offloaded", "all offloaded bf16"])
 def test_copies_between_memories_raise_no_false_alarm(option):
     """The host waits for copies from host memory to the device and back that are not asynchronous."""

@@ -46,6 +46,7 @@ def learn(strategy: str, failures: dict[int, str]) -> dict[str, Tensor]:
     return wholes(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", ["zero1", "zero3", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
 )

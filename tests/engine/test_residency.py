@@ -188,6 +188,7 @@ def check(unit: Unit) -> None:
         assert not unit.has_valid_values, context
 
 
+@pytest.mark.slow
 @on_new_ranks(2)
 def test_the_state_agrees_with_modules_and_memory():
     seen: set[UnitState] = set()

@@ -535,6 +535,7 @@ def call_without_backward(shares: bool, steps_with_more: Iterable[int]) -> tuple
     return [unit.slot.is_rank_shared for unit in units_in(model)], values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps_with_more", "expected"), [([0, 1], True), (range(5), False)])
 def test_a_forward_without_backward_on_one_rank_keeps_no_other_waiting(steps_with_more, expected):
     """That rank still awaits a backward when the microbatch of others is over, and they agree on nothing then."""
@@ -558,6 +559,7 @@ def trained(shares: bool, axes: tuple[int, ...], precision: MixedPrecisionPolicy
     return {name: param.full_tensor() for name, param in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(2,), *(pytest.param(axes, marks=pytest.mark.slow) for axes in ((4,), (2, 2)))])
 def test_training_gives_the_same_bits_with_and_without(axes):
     ranks = 2 if axes == (2,) else 4
@@ -577,6 +579,7 @@ def wait_long() -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_sleeps():
     assert run_ranks(2, wait_long)[0] < 0.5
 
@@ -611,6 +614,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["alone", pytest.param("fork", marks=pytest.mark.slow)])
 def test_nothing_is_left_behind_when_a_rank_is_killed(how):
     """Neither files nor memory. The other rank gets an error immediately, even if a child of the killed rank lives."""

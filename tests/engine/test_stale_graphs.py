@@ -94,6 +94,7 @@ def grads(model: nn.Module) -> list[Any]:
     return [None if grad is None else grad.clone() for grad in full]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @on_ranks(2)
 def test_refusals_are_those_of_plain_pytorch(strategy):

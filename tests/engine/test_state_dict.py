@@ -251,6 +251,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks("world")
 def test_state_dicts_have_the_user_s_own_names_and_values(world):
@@ -401,6 +402,7 @@ def load_dcp(net: nn.Module, folder: Path) -> None:
 LOADS = [load_full, load_mapped, load_safetensors, load_dcp]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_by", "strategy", "shard", "loaded_by"),
     [
@@ -552,6 +554,7 @@ def test_a_dtype_is_assigned_to_all_parameters_that_shared_one():
             net.load_state_dict(mixed, assign=True)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_state_dict_materializes_a_model_on_the_meta_device():
     """Shard on the meta device, then load: no initialization is ever computed."""
@@ -682,6 +685,7 @@ def copied(state: Any) -> Any:
     return torch.utils._pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, state)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_torch_s_helpers_resume_model_and_optimizer():
     for strategy in ("ddp", "zero3"):

@@ -135,6 +135,7 @@ def stream_from_several_meshes(
     assert_same(dict(sorted(stream_weights(model, bucket_bytes=bucket, dtype=dtype))), dict(sorted(plain.items())))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, derandomize=True, phases=[Phase.generate])
 @given(
     parameters=st.lists(PARAMETERS, min_size=1, max_size=6),

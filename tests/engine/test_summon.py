@@ -95,6 +95,7 @@ def names_of(parameters: Any) -> list[str]:
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks("world")
 def test_parameters_are_whole_and_plain_within_and_shards_after(world):
@@ -137,6 +138,7 @@ def change(model: nn.Module, replaces: bool = False) -> None:
     model.embedding.weight.requires_grad_(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writeback", [True, pytest.param(False, marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_changes_are_kept_as_requested_and_computed_with(writeback):
@@ -190,12 +192,14 @@ def summon_on_the_first_rank() -> list[bool]:
     return visited
 
 
+@pytest.mark.slow
 def test_rank0_only_leaves_other_ranks_their_shards_and_costs_them_no_memory():
     first, *others = run_ranks(3, summon_on_the_first_rank)
     assert all(first)
     assert not any(any(visited) for visited in others)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_gradients_are_whole_too_and_changes_to_them_are_kept_as_requested():
     """The optimizer steps with them, under every strategy."""
@@ -228,6 +232,7 @@ def whole_names(model: nn.Module) -> list[str]:
     return [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_parts_of_a_model_are_summoned_alone_and_one_within_another():
     for way in WAYS:
@@ -321,6 +326,7 @@ def uses_of(model: nn.Module) -> list[Callable[[Tensor], Any]]:
     return uses + ([lambda _: model.unshard()] if hasattr(model, "unshard") else [])
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_forward_backward_and_casts_while_summoned_are_refused():
     """They leave no trace."""
@@ -361,6 +367,7 @@ def fail(*_: Any) -> None:
     raise Stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_after_a_failure_parameters_can_be_summoned(phase):
@@ -474,6 +481,7 @@ def sharded_and_stepped() -> TwoEnds:
     return model
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_every_entry_refuses_a_parameter_that_was_replaced():
     for name, enter in ENTRIES.items():

@@ -83,6 +83,7 @@ def train(model: Any, changes: Sequence[tuple[str, int, int]], *, between: bool)
 REFUSED = "was replaced by another parameter|use parameters of each other|also has parameters of .* outside this module"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @on_ranks(2)
 def test_changed_models_are_those_of_plain_pytorch(strategy):

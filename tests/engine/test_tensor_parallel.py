@@ -153,6 +153,7 @@ ON_FOUR_RANKS = (
 ON_EIGHT_RANKS = (Case((2, 2, 2), True, ("hsdp", "hsdp_zero2", "ddp")), Case((2, 2, 2), False, ("hsdp",)))
 
 
+@pytest.mark.slow
 @torch_before((2, 13), "torch 2.11 gives no full tensor of axes that are not in the mesh's order")
 @pytest.mark.parametrize(
     ("world", "cases"),
@@ -333,6 +334,7 @@ def test_norms_of_what_is_placed_and_ignored_are_those_of_one_process():
 # -- what is saved ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_state_dicts_hold_whole_values_under_the_user_s_names(tmp_path):
     mesh = mesh_of(2, 2)

@@ -145,6 +145,7 @@ def test_every_failing_rank_is_reported_and_the_others_are_stopped_at_once(faili
         assert "in raise_on" in failure.traceback and ranks.__file__ not in failure.traceback
 
 
+@pytest.mark.slow
 def test_a_timeout_states_who_was_still_running_and_where():
     with pytest.raises(RanksFailed, match=r"ranks 1, 2 of 3 did not end within 2 s") as caught:
         run_ranks(3, return_on_rank_0_and_hang_on_others, timeout=2.0)

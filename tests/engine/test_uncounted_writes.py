@@ -55,6 +55,7 @@ def outputs_around_writes(write: Write, shard: Any, *, grad: bool) -> list[Any]:
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_every_write_is_seen_by_the_next_forward(strategy):

@@ -184,6 +184,7 @@ def await_ends(ranks: list[int], reported: Iterable[str]) -> dict[int, tuple[int
     return ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "code", "how"),
     [
@@ -252,6 +253,7 @@ def check_lost(ends: list[Ended], places: dict[int, str]) -> None:
         assert places.get(rank, "") in end.stated
 
 
+@pytest.mark.slow
 def test_a_loss_ends_ranks_that_wait_to_save(run):
     """Before they make the process group of the first save, whose store would let them wait for 30 minutes."""
     ends = run(IN_RING + KILL, SAVES, destinations="start_save()")
@@ -278,6 +280,7 @@ def test_a_loss_ends_ranks_that_gather_a_parameter(run):
     assert first.code in (1, EXIT_CODE)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_one_rank_gathers_alone_is_reported_early(run):
     """It is reported like a barrier that other ranks do not reach."""
     alone = "threading.Timer(6.5, lambda: os._exit(9)).start()\n"
@@ -338,6 +341,7 @@ def waits_in(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_wait_for_other_ranks_is_known_to_the_watchdog():
     unknown, used = [], set()
     for path in sorted(SOURCE.rglob("*.py")):
@@ -400,6 +404,7 @@ for unit in "012":
 """
 
 
+@pytest.mark.slow
 def test_a_collective_that_takes_long_is_reported_once_and_the_job_goes_on(run):
     """A look that fails is not the last one, and a GPU that cannot be asked is all that is not watched: told once."""
     late = "await_reports(1) or time.sleep(2) if step == 4 else await_reports(2)"
@@ -525,6 +530,7 @@ def test_ranks_that_all_wait_for_long_and_not_for_the_same_are_split(answers):
     store.close()
 
 
+@pytest.mark.slow
 def test_a_barrier_that_other_ranks_do_not_reach_is_reported_early(run):
     """Such as after uneven numbers of batches."""
     alone = "import threading; threading.Timer(5.5, lambda: os._exit(9)).start(); dist.barrier()"
@@ -602,6 +608,7 @@ def programs(draw) -> list[list[tuple[str, str]]]:
     return local
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(programs(), st.randoms(use_true_random=False))
 def test_ranks_are_in_a_deadlock_exactly_if_all_wait_and_none_can_ever_go_on(each, random):
@@ -672,6 +679,7 @@ def wait_and_go_on(shares_memory: bool) -> tuple[list[float], str, str]:
     return trained, error, after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares_memory", [True, False])
 def test_ranks_that_wait_for_one_another_in_several_groups_raise_and_slow_ones_do_not(shares_memory):
     results = run_ranks(WORLD, wait_and_go_on, shares_memory)
@@ -803,6 +811,7 @@ def listening_addresses() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @on_new_ranks(2)
 def test_ranks_of_one_host_listen_at_the_loopback_address_only():
     """Includes gloo's addresses if it is configured so, as it is on the ranks of these tests."""

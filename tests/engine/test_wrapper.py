@@ -208,6 +208,7 @@ def learn_wrapped(steps: int) -> list[Any]:
     return learn(wrapped(), steps)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_every_strategy_is_taken_by_its_value_its_name_and_its_placements():
     """All have the same numbers, with different data on every rank. Without a strategy it is FULL_SHARD."""

@@ -246,6 +246,7 @@ def test_an_engine_counts_and_reports():
     assert "is already sharded" in twice
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_every_step_has_all_its_microbatches(tmp_path):
     """Whatever happens between microbatches: a new batch size, a save, or a load in the middle of a step."""

@@ -56,6 +56,7 @@ def test_a_script_learns_after_only_its_imports_change(name, tmp_path):
         assert_learnt(losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [marked(name) for name in WITH_A_PEER])
 def test_a_moved_script_has_the_losses_of_the_original(name, tmp_path):
     own, others = tmp_path / "ours", tmp_path / "theirs"

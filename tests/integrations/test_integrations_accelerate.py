@@ -89,6 +89,7 @@ def sharded(strategy: str = "zero3", **fields: Any) -> Callable[..., Any]:
     return lambda **options: Accelerator(fsdp_plugin=plugin, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 @on_new_ranks(2)
 def test_losses_are_those_of_ddp(max_norm):
@@ -165,6 +166,7 @@ def resumed_elsewhere(folder: str) -> list[float]:
     return resumed.train(start=4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     for expected, actual, names in run_ranks(2, stopped_and_resumed, str(tmp_path)):
         assert actual == expected
@@ -174,6 +176,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path):
         assert one_rank == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 @on_new_ranks(2)
 def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     options = {"project_config": ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True)}
@@ -248,6 +251,7 @@ def two_models(make: Callable[..., Any]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @on_new_ranks(2)
 def test_several_models_train_and_are_looked_at():
     assert two_models(ddp) == two_models(sharded())

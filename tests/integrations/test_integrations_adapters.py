@@ -45,6 +45,7 @@ def logits_of(model: Any) -> Tensor:
         return model(Sentences(4).ids).logits
 
 
+@pytest.mark.slow
 @on_new_ranks(2)
 def test_adapters_train_resume_open_and_merge(tmp_path):
     arguments = {**SAVED, "learning_rate": 0.05}

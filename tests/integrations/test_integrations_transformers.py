@@ -202,6 +202,7 @@ def assert_identical(by_variant: dict[str, list[Any]]) -> None:
 OFTEN = ["accumulating", "evaluated", "zero2"]
 
 
+@pytest.mark.slow
 def test_losses_and_metrics_are_those_of_ddp(tmp_path):
     for found in run_ranks(2, both_ways, str(tmp_path), OFTEN):
         assert_identical(found)
@@ -257,6 +258,7 @@ def resumed_elsewhere(folder: str, batch: int) -> list[float]:
     return Script(folder, arguments, trainer=Trainer, resume=f"{folder}/checkpoint-2").run()[0].losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "batch"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, world, batch):
     folder = str(tmp_path)
@@ -356,6 +358,7 @@ def read_straight(folder: str, weights: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_folder_is_read_straight_into_shards(tmp_path):
     """It needs host memory for the shards and one unit. Losses equal those of a model that every rank read in full."""
     weights = str(tmp_path / "weights")
@@ -389,6 +392,7 @@ def train_mixtures(folder: str, kinds: Sequence[str]) -> dict[str, list[list[flo
     return losses
 
 
+@pytest.mark.slow
 def test_mixtures_of_experts_are_read_straight_into_shards_and_train(tmp_path):
     """Their files have each expert's matrices by themselves, and the models all of a layer's in one."""
     models = mixtures()

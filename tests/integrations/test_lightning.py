@@ -210,6 +210,7 @@ def look_inside() -> dict[str, Any]:
     return stated
 
 
+@pytest.mark.slow
 def test_modules_are_units_and_microbatches_are_reduced_once():
     one, other = run_ranks(2, look_inside)
     assert one["units"] == ["", "mix", "net", *(f"net.layers.{i}" for i in range(4))]
@@ -300,6 +301,7 @@ def stop_and_average_on(folder: str, strategies: Sequence[Any], averaging: str, 
     return fit(strategies[1], max_epochs=3, callbacks=makes[resumed](), ckpt_path=f"{folder}/epoch=1.ckpt")
 
 
+@pytest.mark.slow
 @on_new_ranks(2)
 def test_averages_of_weights_are_saved_and_resumed(tmp_path):
     """Also where averaging begins in the resumed run, and where the average replaces the weights."""
@@ -342,6 +344,7 @@ def save_once(folder: str, module: Module) -> None:
     fit(FullShardStrategy(), module, **options)
 
 
+@pytest.mark.slow
 @on_new_ranks(2)
 def test_what_cannot_be_honoured_is_an_error(tmp_path):
     stated = []
@@ -429,6 +432,7 @@ def run_fabrics(folder: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_fabric_trains_like_ddp_and_goes_on(tmp_path):
     one, other = run_ranks(2, run_fabrics, str(tmp_path))
     for rank in (one, other):

@@ -250,6 +250,7 @@ def memory_of_a_step(model: Any) -> tuple[int, int]:
     return kept, watch.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "t5" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )

@@ -130,6 +130,7 @@ def compare(folder: Path) -> None:
             assert store.put_bytes > 0 and store.read_bytes > 0, name
 
 
+@pytest.mark.slow
 def test_activations_on_disk_keep_their_bits(tmp_path):
     run_ranks(2, compare, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -276,6 +277,7 @@ def by_hand(model: Any) -> list[Any]:
 SCENARIOS = (one_step, again_and_again, twice_differentiated, several_graphs, breaking, with_hooks_of_the_user, by_hand)
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_whatever_is_done_with_a_graph_it_gives_the_same_bits(tmp_path):
     offload_everything()
@@ -385,6 +387,7 @@ def test_a_bad_disk_is_an_error_and_not_a_wrong_number(tmp_path):
         model.zero_grad()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_the_backward(tmp_path):
     """Fail each system call, after the creation of the file and during it."""
@@ -446,6 +449,7 @@ def copies_on_offload(tape: dry.Tape) -> bool:
     return any(operation.stream == "offload" for operation in tape.of(Operation))
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_on_an_accelerator_the_bits_are_the_same_and_no_stream_touches_what_another_uses(tmp_path):
     offload_everything()
@@ -459,6 +463,7 @@ def test_on_an_accelerator_the_bits_are_the_same_and_no_stream_touches_what_anot
                 assert not copies_on_offload(before) and copies_on_offload(tape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", ["gpu", "cpu"])
 def test_a_dry_run_has_the_memory_of_a_real_one_and_takes_nothing_of_the_disk(tmp_path, monkeypatch, streams):
     monkeypatch.setattr(Scratch, "take", None)

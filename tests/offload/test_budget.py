@@ -112,6 +112,7 @@ def shares_on_disk(model: Any) -> list[float]:
     return [item.get("disk", 0.0) for item in (policy.optimizer, policy.activations, policy.parameters)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "make", "microbatches"), [("zero3", adamw, 1), ("zero2", momentum, 2), ("ddp", adamw, 1)]
 )
@@ -175,6 +176,7 @@ def learn_layers(
     return model, [*left, wholes(model), states_of(optimizer)], max(peaks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "microbatches", "max_norm"),
     [
@@ -233,6 +235,7 @@ def test_the_root_goes_to_the_disk_last(tmp_path):
         assert units_on_disk([root, *others]) == [*others, root]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_graph_that_waits_while_units_are_read_from_disk_keeps_its_values(tmp_path):
     """A graph waits while some units are read from disk. It keeps its values, and slots know that it reads them."""
@@ -277,6 +280,7 @@ def test_a_disk_that_units_cannot_be_read_from_is_an_error_on_all_ranks(tmp_path
         optimizer.step()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_nothing_moves_within_a_backward_whose_hooks_step(tmp_path):
     """Optimizers that step in gradient hooks: no unit moves meanwhile, and the numbers do not change."""
@@ -332,6 +336,7 @@ def test_weights_that_lost_their_tie_are_refused_before_units_move(tmp_path):
         model(torch.ones(2, 6))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @small_windows
 @small_chunks
@@ -379,6 +384,7 @@ def learn_more(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> li
     return [wholes(model), states_of(optimizer)]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @mock.patch.object(activations, "SMALLEST_BYTES", 1)
 @small_chunks
@@ -414,6 +420,7 @@ def on_the_cpu(model: Any) -> list[bool]:
     return [unit.shards.destination is StatePlacement.STEPPED_ON_CPU for unit in units_in(model)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
 @small_windows
@@ -454,6 +461,7 @@ def test_with_an_accelerator_only_the_necessary_states_are_offloaded_to_the_cpu(
     assert not any(before)
 
 
+@pytest.mark.slow
 @small_windows
 def test_one_byte_less_offloads_one_more_unit():
 
@@ -487,6 +495,7 @@ def learn_alongside(policy: Offload | None, strategy: str, microbatches: int = 1
     return model, [*left, wholes(model), states_of(optimizer)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "loop"),
     [
@@ -516,6 +525,7 @@ def test_units_loaded_from_the_cpu_change_no_bit(strategy, loop):
     assert counts == {len(local), 1, 0}, "all, as few as will do, and none"
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @small_windows
 def test_states_that_were_loaded_are_in_the_memory_that_steps_them(tmp_path):
@@ -595,6 +605,7 @@ def reported_of_host(refused: Any) -> tuple[int, int, int]:
     return requested, room, budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "microbatches", "with_folder"),
     [
@@ -656,6 +667,7 @@ def every_ranks(own: Any) -> list[Any]:
     return every
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "room"), [("zero3", 1_600_000), pytest.param("ddp", 2_800_000, marks=pytest.mark.slow)]
 )
@@ -687,6 +699,7 @@ def test_ranks_go_by_the_host_with_the_least_room_and_no_bit_changes(tmp_path, s
         assert len(set(map(repr, every_ranks((on_the_cpu(model), decided.optimizer))))) == 1
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @small_chunks
 def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
@@ -706,6 +719,7 @@ def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
         assert held >= states, stated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_a_forecast_goes_by_the_budget(tmp_path, monkeypatch, device_type):
     """A run dry decides as the run will: so much less is needed, of what a budget asks for."""
@@ -729,6 +743,7 @@ def test_a_forecast_goes_by_the_budget(tmp_path, monkeypatch, device_type):
     assert reported("--offload-budget", str(least), "--offload-folder", str(tmp_path)) <= min(whole, least)
 
 
+@pytest.mark.slow
 def test_a_forecast_goes_by_the_room_that_the_host_has():
     argv = ["--size", "nano", "--layers", "4", "--seq", "16", "--batch", "4", "--dtype", "float32"]
 

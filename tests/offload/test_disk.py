@@ -244,6 +244,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing_behind(tmp_path):
     with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "streams\n"

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import pytest
 import small_models
 import torch
 from shared_ranks import on_ranks
@@ -28,6 +29,7 @@ def learn(model: Any) -> list[Any]:
     return small_models.learn(model, 4, lambda model, step: model(inputs(10 * step + rank)).square().mean())
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_on_a_cpu_offloading_changes_no_bit():
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -76,6 +78,7 @@ def hold_in_hand(**options: Any) -> list[Any]:
     return [*left, state, full_optim_state_dict(again, optimizer, rank0_only=False), learn(again)]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_on_a_cpu_offloading_changes_nothing_that_users_hold():
     """State dicts, gradients, norms, full parameters, models built on the meta device."""

@@ -64,6 +64,7 @@ def compare(cases: Sequence[Case]) -> None:
         )
 
 
+@pytest.mark.slow
 def test_every_fraction_gives_the_bits_of_none():
     run_ranks(2, compare, FEW)
 
@@ -101,6 +102,7 @@ def test_units_on_a_disk_are_none_of_those_on_the_cpu(tmp_path):
     )
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_part_on_the_cpu_and_a_part_on_a_disk(tmp_path):
     expected = trained_under("zero3", LOOPS[1], adamw, None)
@@ -138,6 +140,7 @@ def shard_nbytes() -> int:
         return sum(group.plan.stored_nbytes for group in unit.param_groups)
 
 
+@pytest.mark.slow
 def test_shards_are_copied_to_the_device_once_per_step_if_it_keeps_a_copy_and_per_gather_if_not():
     last = ["layers.2", "layers.3"]
     tape = tape_of(Offload(optimizer={"cpu": 0.45}), microbatches=2)
@@ -279,6 +282,7 @@ def acted_between(act: Any, policy: OffloadPolicy | None) -> list[Any]:
     return left
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_a_deferred_step_is_not_observable():
     defer = mock.Mock(side_effect=local_steps.defer)

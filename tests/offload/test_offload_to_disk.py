@@ -162,6 +162,7 @@ def with_fraction(fraction: float, cases: Sequence[tuple[str, int]]) -> list[tup
     return [(*case, fraction) for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS, ids=lambda maker: maker.__name__)
 def test_every_fraction_gives_the_bits_of_none(tmp_path, make):
     run_ranks(2, compare, tmp_path, make, with_fraction(0.4, FEW))
@@ -175,10 +176,12 @@ def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, make, wor
     run_ranks(world, compare, tmp_path, make, [case[2:] for case in CASES if case[:2] == (make, world)], timeout=500)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_needs_whole_parameters_may_have_them_one_by_one(tmp_path):
     run_ranks(2, compare, tmp_path, adafactor, with_fraction(1.0, [("ddp", 0), ("ddp", 1)]))
 
 
+@pytest.mark.slow
 @on_ranks(1)
 @few_bytes_per_chunk()
 def test_steps_with_hooks_closures_and_gaps_are_those_of_a_run_without(tmp_path):
@@ -240,6 +243,7 @@ def test_steps_with_hooks_closures_and_gaps_are_those_of_a_run_without(tmp_path)
         assert_same(found, expected, name=f"{take.__name__}, {hooks}, {options}")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
 def test_hooks_of_one_rank_alone_change_nothing(tmp_path):
@@ -320,11 +324,13 @@ def weigh(folder: Path) -> None:
         assert not any(buffer.numel() for its in states._buffers.values() for buffer in its), "gone after the step"
 
 
+@pytest.mark.slow
 def test_whole_units_go_to_the_disk_and_a_step_holds_three_chunks(tmp_path):
     run_ranks(2, weigh, tmp_path)
     run_ranks(1, weigh, tmp_path)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_snapshot_goes_back_to_the_disk(tmp_path):
     run = build(1.0, tmp_path)
@@ -347,6 +353,7 @@ def twelve_layers(fraction: float, folder: Path) -> nn.Module:
     return fully_shard(nn.Sequential(*layers), offload_policy=policy)
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_the_first_step_has_no_more_in_memory_than_later_ones(tmp_path):
     """Check that at most three of twelve chunks are in memory, plus their new states, and arithmetic on one."""
@@ -361,6 +368,7 @@ def test_the_first_step_has_no_more_in_memory_than_later_ones(tmp_path):
         assert peak <= (BUFFERS + arithmetic) * (max(chunks) + ALIGNMENT), make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", ["cpu", "gpu"])
 def test_a_dry_run_has_the_memory_of_the_formula_and_makes_no_file(tmp_path, monkeypatch, streams):
     monkeypatch.setattr(fullshard.disk.space, "DiskFile", None)
@@ -397,6 +405,7 @@ def pickled(tensor: Tensor) -> Tensor:
     return torch.load(file)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
 def test_states_on_disk_can_be_read_and_written(tmp_path):
@@ -480,12 +489,14 @@ def load_all(folder: Path) -> None:
             assert_same(learn(model, optimizers, range(2, 4))[-2:], left, name="going on")
 
 
+@pytest.mark.slow
 def test_checkpoints_are_loaded_with_another_fraction_or_none_and_another_world_size(tmp_path):
     run_ranks(2, save_all, tmp_path)
     for world in (2, 1, 3):
         run_ranks(world, load_all, tmp_path)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
 def test_state_dicts_of_states_on_the_disk_are_right_and_are_loaded(tmp_path):
@@ -518,6 +529,7 @@ def test_state_dicts_of_states_on_the_disk_are_right_and_are_loaded(tmp_path):
 # -- what can go wrong ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks(1)
 @few_bytes_per_chunk()
 def test_a_disk_that_fails_is_reported_with_numbers_and_the_checkpoint_goes_on(tmp_path):
@@ -548,6 +560,7 @@ def test_a_disk_that_fails_is_reported_with_numbers_and_the_checkpoint_goes_on(t
         model, optimizer = other, stepping
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
 def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
@@ -642,6 +655,7 @@ def straight(folder: Path) -> Any:
     return everything(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_run_killed_while_it_streams_goes_on_from_a_whole_step(tmp_path, kills):
     """Each kill is within a read or a write, after half of its bytes."""

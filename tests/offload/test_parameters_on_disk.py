@@ -132,6 +132,7 @@ def trained_with(
     return left
 
 
+@pytest.mark.slow
 def test_every_fraction_gives_the_bits_of_none(tmp_path):
     loops = [(adamw, 0), (adamw, 1), (momentum, 2)]
     cases = [("zero3", fraction, *loop) for loop in loops for fraction in (0.5, 1.0)]
@@ -158,6 +159,7 @@ def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, world):
 # -- access to offloaded parameters -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
 def test_parameters_on_disk_can_be_read_and_written(tmp_path):
@@ -235,6 +237,7 @@ def load_all(folder: Path) -> None:
             assert_same(learn(model, [optimizer], range(2, 4))[-2:], left, name=f"{name}, {fraction}")
 
 
+@pytest.mark.slow
 def test_checkpoints_are_loaded_with_another_fraction_or_none_and_another_world_size(tmp_path):
     run_ranks(2, save_all, tmp_path)
     for world in (2, 3):
@@ -253,6 +256,7 @@ def layers(fraction: float | None, folder: Path) -> nn.Module:
     return fully_shard(nn.Sequential(*each), offload_policy=policy)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
 def test_memory_is_that_of_few_units_from_the_making_of_the_model_on(tmp_path):
@@ -382,6 +386,7 @@ def by_hand(*args: Any) -> None:
     raise RuntimeError("on purpose")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
 def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_that_gather_whole_values(tmp_path):
@@ -460,6 +465,7 @@ def moved(folder: Path, microbatches: int, clips: bool) -> tuple[float, float]:
     return found.read_bytes / (4 * forecast.read_bytes), found.written_bytes / (4 * forecast.written_bytes)
 
 
+@pytest.mark.slow
 def test_a_step_moves_the_bytes_that_are_predicted(tmp_path):
     for number, (microbatches, clips) in enumerate([(1, False), (3, True)]):
         for found in run_ranks(2, moved, tmp_path / str(number), microbatches, clips):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from shared_ranks import on_ranks, run_ranks
 from torch import nn
@@ -86,6 +87,7 @@ def agree(found: Transfers, predicted: Transfers, microbatches: int, clips: bool
         assert predicted[tier, state][0] - less <= arrived <= predicted[tier, state][0] + more, (tier, state, where)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @mock.patch("fullshard.engine.offloaded.WINDOW_BYTES", KEPT)
 def test_a_step_moves_to_and_from_a_disk_what_the_law_states(tmp_path):
@@ -101,6 +103,7 @@ SOME = Offload(optimizer={"cpu": 0.5}, parameters={"cpu": 0.25})
 ON_CPU = (SOME, Offload(optimizer={"cpu": 1.0}), CPUOffloadPolicy(), Offload(activations={"cpu": 0.5}))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @mock.patch("fullshard.engine.offloaded.WINDOW_BYTES", KEPT)
 def test_a_step_moves_to_and_from_the_cpu_what_the_law_states():
@@ -159,6 +162,7 @@ def pretended(folder: Path) -> None:
         tiers_of(folder, alongside=True)
 
 
+@pytest.mark.slow
 def test_tiers_add_up_to_a_run_without_offload(tmp_path):
     run_ranks(2, tiers_of, tmp_path, False)
     run_ranks(2, pretended, tmp_path / "pretended")

@@ -90,6 +90,7 @@ def test_ranks_in_turn_late_are_no_slow_ranks(**size):
     assert reported.isdisjoint({"throttled rank", "slow host", "slow input", "unequal work"})
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data(), **sizes)
 def test_a_page_is_not_green_while_a_third_of_the_time_is_lost(data, **size):

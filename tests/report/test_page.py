@@ -88,6 +88,7 @@ def pages(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> d
     return {name: write(case.run, case.findings, folder / name, against=case.against) for name, case in cases.items()}
 
 
+@pytest.mark.slow
 def test_a_page_is_one_small_file_and_requests_no_other(pages: dict[str, Path]) -> None:
     for name, path in pages.items():
         text = path.read_text(encoding="utf-8")
@@ -331,6 +332,7 @@ def test_a_browser_shows_all_of_it(cases: dict[str, Case], pages: dict[str, Path
                 page.context.close()
 
 
+@pytest.mark.slow
 def test_a_plan_is_drawn_as_a_run_is(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     argv = ["plan", "--size", "nano", "--layers", "6", "--seq", "32", "--hardware", "h100-80", "--per-host", "8"]

@@ -15,6 +15,7 @@ def reported():
     return {answer.plant.title: answer for answer in answers(pretended_clock=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", MEASURED, ids=lambda item: item.title)
 def test_a_planted_fault_is_reported(reported, plant):
     """It costs more than all other causes."""

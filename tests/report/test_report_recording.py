@@ -336,6 +336,7 @@ def trained(tmp_path_factory):
     return folder, reported, read_run(folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_recorded_has_the_bits_of_one_that_is_not(trained):
     _, reported, _ = trained
     plain = run_ranks(2, train, None, STEPS)
@@ -503,6 +504,7 @@ def with_odd_values(folder: Path, draw: random.Random) -> None:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_any_value_at_any_place_of_a_log_is_shown_or_left_out(trained, tmp_path, caplog):
     """An odd type, a missing field, or a world of two billion ranks gave bare errors of Python, or a hang."""
     left_out = 0
@@ -552,6 +554,7 @@ def test_a_step_has_the_counters_of_the_next_sample(trained, tmp_path):
     assert next(iter(COUNTERS)) not in run.counters
 
 
+@pytest.mark.slow
 def test_counters_are_recorded_while_a_run_trains(monkeypatch, tmp_path):
     monkeypatch.setattr(counters_module, "_EVERY_S", 0.0)
     run_alone(lambda: train(str(tmp_path), 6))
@@ -574,6 +577,7 @@ def test_a_run_that_goes_on_keeps_what_was_and_counts_what_is_done_again_once(tr
     assert run.step_s[:, 3].tolist() == [len(PARTS)] * 2
 
 
+@pytest.mark.slow
 def test_lines_of_steps_grow_with_the_logarithm_of_their_number(monkeypatch, tmp_path):
     """What is logged in the steps of a line, in each of them or in few, is its mean there."""
     monkeypatch.setattr(recording_module, "_LINES", 8)
@@ -603,6 +607,7 @@ def test_lines_of_steps_grow_with_the_logarithm_of_their_number(monkeypatch, tmp
         assert score == np.mean(scores) if scores else np.isnan(score)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_recording_does_not_grow_with_its_steps(monkeypatch, tmp_path):
     """Lines cover up to 32 steps, as those of a run of 100,000 steps do."""
     monkeypatch.setattr(recording_module, "_LINES", 512)
@@ -650,6 +655,7 @@ def run_alone(function: Any) -> Any:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_callbacks_of_trainers_record_what_the_trainers_log(tmp_path):
     """Called as the trainers call them: who calls them when is theirs."""
     lightning = pytest.importorskip("fullshard.integrations.lightning")

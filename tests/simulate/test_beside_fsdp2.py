@@ -118,6 +118,7 @@ def test_only_small_parameters_are_copied_without_need():
     assert fully_sharded == 2 * LAYERS * small
 
 
+@pytest.mark.slow
 def test_more_ranks_cost_no_more_operations():
     for system in SYSTEMS:
         few, many = (step_of(system, world).counts(plain()) for world in (WORLD, 512))

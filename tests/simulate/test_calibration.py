@@ -47,6 +47,7 @@ def empty_config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
+@pytest.mark.slow
 def test_what_is_written_is_what_is_read(stated, empty_config_folder):
     write_description(stated, here_path())
     assert here_path() == empty_config_folder / "fullshard" / "here.toml"

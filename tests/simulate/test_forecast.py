@@ -89,6 +89,7 @@ def machine(memory_bytes: int) -> Machine:
     return Machine(device_type="cpu", device_name="", memory_bytes=memory_bytes, world=2, local_world=2, machines=1)
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_gets_a_suggestion():
     size = "--width", "128", "--layers", "4"
     sharded = forecast_run(settings_of(*size), machine(1 << 40)).needed_bytes
@@ -104,6 +105,7 @@ def break_off(*_: object) -> Forecast:
 def of_script() -> None: ...
 
 
+@pytest.mark.slow
 def test_the_background_process_reports_why_it_has_no_result():
     with pytest.raises(ConfigError, match=r"nothing could be predicted: .*a planted error"):
         Forecasting(break_off).result()
@@ -149,6 +151,7 @@ def both(out: Path) -> list[Any]:
     return train_alongside()
 
 
+@pytest.mark.slow
 def test_a_run_shows_what_was_predicted_next_to_what_was_measured(tmp_path, capsys):
     first, second = run_ranks(2, both, tmp_path / "run")
     assert second == [0] and first[0] == 0 and first[1].startswith("predicted and measured")

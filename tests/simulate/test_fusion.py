@@ -42,6 +42,7 @@ def step_of(names: list[str], strategy: str = "zero3") -> list[object]:
     return dry.run(make, lambda: torch.randn(ROWS, WIDTH), world=2, steps=2).entries
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=7).map(lambda names: ["linear", *names]),

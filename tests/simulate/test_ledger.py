@@ -34,6 +34,7 @@ def two_ledgers(strategy: str) -> tuple[Ledger, Ledger]:
     return measure_ledger(model, optimizer, lambda: loss_of(model, tokens())), predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, *(pytest.param(item, marks=pytest.mark.slow) for item in (1, 3))])
 @on_new_ranks("world")
 def test_measured_bytes_are_those_of_the_formula(world):

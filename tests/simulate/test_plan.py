@@ -74,6 +74,7 @@ def wide_gpt(layers: int = 6, seq: int = 256) -> Subject:
 # ------------------------------------------------------------------------------------- short models predict long ones
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "kept", "accumulates"),
     [
@@ -102,6 +103,7 @@ def test_a_short_model_predicts_the_whole_one(strategy, kept, accumulates):
     assert (short.flops, short.sent_bytes) == pytest.approx((whole.flops, whole.sent_bytes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "kept"), [("zero3", "none"), ("ddp", "every-2")])
 def test_a_short_model_stepped_by_the_cpu_predicts_the_whole_one(strategy, kept):
     program = Program(strategy=strategy, checkpointing=kept, accumulates=True, cpu=1.0)
@@ -110,6 +112,7 @@ def test_a_short_model_stepped_by_the_cpu_predicts_the_whole_one(strategy, kept)
         assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=0.01), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "kept"), [("zero3", "none"), ("zero3", "every-2"), ("ddp", "every-1")])
 def test_a_short_model_predicts_the_peak_and_the_allocator_of_the_whole_one_with_many_rows(strategy, kept):
     """Where the peak is depends on rows: with few rows in parameters or gradients, with many in activations.
@@ -142,6 +145,7 @@ class BatchFirst(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "batch first"])
 def test_steps_of_few_rows_predict_steps_of_more(name):
     """Memory, and time of the same steps taken with 5 rows."""
@@ -176,6 +180,7 @@ def test_lists_of_like_blocks_are_found_and_put_back():
     assert list(model["first"]) == before
 
 
+@pytest.mark.slow
 def test_no_program_takes_less_than_its_states():
     summed = [Program(strategy=item, accumulates=True, syncs_each=True) for item in ("zero1", "zero2")]
     for program in (Program(strategy="zero3"), Program(strategy="zero1", accumulates=True), *summed):
@@ -197,6 +202,7 @@ def plan() -> Any:
     return search(requested())
 
 
+@pytest.mark.slow
 def test_the_recommended_plan_fits_and_is_the_fastest_that_does(plan):
     safe = TWO_HOSTS.safe_bytes
     assert len(one_block(plan)) == 6  # of each strategy one without accumulation, and two with
@@ -216,6 +222,7 @@ def fail_like_autograd_in_a_fork(*args: Any) -> None:
     raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
 
 
+@pytest.mark.slow
 def test_where_forks_cannot_run_backward_the_plan_is_the_same(plan, monkeypatch):
     """A process that has run backward, as with a GPU."""
     for in_fork in (planner_workers._run_backward, planner_workers._sketched):
@@ -227,6 +234,7 @@ def test_where_forks_cannot_run_backward_the_plan_is_the_same(plan, monkeypatch)
     assert not planner_workers._REQUESTED
 
 
+@pytest.mark.slow
 def test_what_is_foreseen_is_not_simulated_again(plan):
     with Workers(plan.question) as workers:
         predict_load(plan, workers)
@@ -249,6 +257,7 @@ def test_what_ifs_are_about_the_recommended_program(plan):
     assert str(best.candidate.program) in str(of_network)
 
 
+@pytest.mark.slow
 def test_one_rank_has_no_link():
     question = requested(cluster=replace(H100, per_host=1), global_batch=4, strategies=("ddp",))
     with Workers(question) as workers:
@@ -256,6 +265,7 @@ def test_one_rank_has_no_link():
     assert [change.change for change in changes] == ["Twice the hosts, the same strategy"]
 
 
+@pytest.mark.slow
 def test_twice_the_hosts_are_reported_if_they_cannot_share_the_batch():
     question = requested(global_batch=16, strategies=("zero3",))
     with Workers(question) as workers:
@@ -264,6 +274,7 @@ def test_twice_the_hosts_are_reported_if_they_cannot_share_the_batch():
     assert str(of_twice) == "Twice the hosts: --global-batch 16: 32 ranks cannot share 16 rows evenly. Use 32."
 
 
+@pytest.mark.slow
 def test_without_gradients_to_keep_zero1_and_zero2_are_identical():
     """Only one of them is simulated."""
     for accumulates in (False, True):
@@ -285,6 +296,7 @@ def test_without_gradients_to_keep_zero1_and_zero2_are_identical():
     }
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower():
     """Less memory is never faster: programs that fit into less memory also fit into more."""
     made = sketch(wide_gpt(), TWO_HOSTS, Program(strategy="zero3"))
@@ -304,6 +316,7 @@ def with_usable(made: Sketch, nbytes: float) -> Sketch:
     return other
 
 
+@pytest.mark.slow
 def test_a_slower_network_is_never_faster(plan):
     machine = TWO_HOSTS.hardware
     slower = replace(machine, network=replace(machine.network, bytes_per_s=machine.network.bytes_per_s / 50))
@@ -321,6 +334,7 @@ def test_what_may_be_the_fastest_is_found_without_simulating_all(plan):
     assert found.best.figures.step_s <= 1.03 * plan.best.figures.step_s
 
 
+@pytest.mark.slow
 def test_nothing_fits_and_that_is_stated():
     tiny = replace(H100, hardware=replace(H100.hardware, memory_bytes=1e4, host_memory_bytes=1e4), share=1.0)
     found = search(requested(cluster=tiny, strategies=("zero3",), global_batch=8))
@@ -364,6 +378,7 @@ TIGHT = ["--size", "xl", "--layers", "6", "--per-host", "1", "--gpu-memory", "0.
 TIGHT += ["--strategies", "ddp", "--checkpointing", "every-1"]
 
 
+@pytest.mark.slow
 def test_the_disk_is_considered_and_reported_if_nothing_else_fits(tmp_path, capsys):
     """The host's memory is too small for offloading to the CPU."""
     (tmp_path / "small.toml").write_text('like = "h100-80"\nname = "small"\nhost_memory_bytes = 0.25e9')
@@ -377,6 +392,7 @@ def test_the_disk_is_considered_and_reported_if_nothing_else_fits(tmp_path, caps
     assert code == 1 and re.search(r"Closest to fitting: .*% of states on disk.* fits, with", stated), stated
 
 
+@pytest.mark.slow
 def test_states_are_on_the_cpu_before_any_are_on_a_disk(capsys):
     code, stated = reported(capsys, *TIGHT)
     assert code == 0 and "disk" not in stated, stated
@@ -395,6 +411,7 @@ def tight(question: Question, part: float) -> Question:
     return replace(question, cluster=replace(question.cluster, share=(every + part * (none - every)) / memory))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0.1, 0.9])
 def test_the_least_is_on_the_cpu_that_fits(part):
     """Dry runs of the whole model confirm that it fits with that fraction, and not with one unit less, or none."""
@@ -418,6 +435,7 @@ def test_the_least_is_on_the_cpu_that_fits(part):
     assert memory_peak(tape, of_host=True).nbytes == pytest.approx(found.figures.host_bytes, rel=0.001)
 
 
+@pytest.mark.slow
 def test_the_rest_is_on_disk_where_a_host_has_too_little_memory(monkeypatch):
     """Dry runs of the pasted lines confirm the memory of device and host."""
     for module in ("planner.sketch", "state.on_disk"):
@@ -447,6 +465,7 @@ def test_the_rest_is_on_disk_where_a_host_has_too_little_memory(monkeypatch):
     assert memory_peak(tape, of_host=True).nbytes <= found.figures.host_bytes
 
 
+@pytest.mark.slow
 def test_blocks_are_grouped_where_the_host_limits_the_step():
     """The lines to paste do what is predicted: fewer collectives, with this memory and time."""
     slow = replace(H100.hardware, fitted=replace(H100.hardware.fitted, host_s=40e-6))
@@ -464,6 +483,7 @@ def test_blocks_are_grouped_where_the_host_limits_the_step():
     assert memory_peak(tape).nbytes == pytest.approx(found.figures.peak_bytes, rel=0.001)
 
 
+@pytest.mark.slow
 def test_blocks_are_not_grouped_where_the_host_is_fast():
     fast = replace(H100.hardware, fitted=replace(H100.hardware.fitted, host_s=1e-9))
     plan = search(requested(cluster=replace(H100, hardware=fast), global_batch=8, strategies=("zero3",)))
@@ -495,6 +515,7 @@ def run_pasted(question: Question, found: Any) -> dry.Tape:
     return tape
 
 
+@pytest.mark.slow
 def test_the_cpu_steps_once_a_step_however_many_microbatches():
     """A slower CPU makes the step longer, except for the part that the device hides."""
     made = requested(cluster=H100).requested(Program(strategy="zero3", accumulates=True, cpu=1.0))
@@ -535,6 +556,7 @@ def test_hsdp_shards_over_as_few_hosts_as_promise_to_fit(hosts, per_host, billio
     assert len(chosen) <= 3
 
 
+@pytest.mark.slow
 def test_hsdp_over_several_hosts_is_found_where_a_host_is_too_small():
     """Of four hosts, two hold a replica."""
     cluster = replace(TWO_HOSTS, hosts=4)
@@ -577,6 +599,7 @@ def test_without_a_precision_the_fastest_16_bits_are_planned(name):
     assert machine.flops_per_s[str(dtype).removeprefix("torch.")] == max(rates)
 
 
+@pytest.mark.slow
 def test_the_report_has_every_field(plan, tmp_path):
     with Workers(plan.question) as workers:
         report = json.loads(json.dumps(as_dict(plan, what_ifs(plan, workers))))
@@ -647,6 +670,7 @@ def test_pasted_models_have_the_same_values_on_every_rank():
     assert all(torch.equal(one, two) for one, two in zip(made[0].values(), made[1].values(), strict=True))
 
 
+@pytest.mark.slow
 def test_bytes_are_reported_in_units_that_show_them(capsys):
     """Nonzero sizes are never printed as 0.00 GB, or as 0.0 in the table."""
     for question in (["--why", "zero3"], []):
@@ -780,6 +804,7 @@ def reported(capsys: Any, *argv: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_names_in_colons_are_no_emoji(models, capsys, tmp_path):
     (tmp_path / f"{models}.py").write_text(f"{MODELS}\n\none = make_model\n")
     argv = ["--model", f"{models}.py:one", "--batch", f"{models}.py:make_batch", "--global-batch", "8"]
@@ -793,6 +818,7 @@ def test_no_console_replaces_names_by_emoji():
     assert calls and all("emoji=False" in call for call in calls)
 
 
+@pytest.mark.slow
 def test_a_user_s_own_model(models, capsys):
     code, out = reported(
         capsys,
@@ -818,6 +844,7 @@ def test_a_model_that_the_user_shards(models, capsys):
     assert (code, report["recommended"]["strategy"], report["recommended"]["rows"]) == (0, "own", 1)
 
 
+@pytest.mark.slow
 def test_a_model_of_a_configuration(tmp_path, capsys):
     pytest.importorskip("transformers")
     config = {"model_type": "gpt2", "n_layer": 6, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 64}
@@ -831,6 +858,7 @@ def test_a_model_of_a_configuration(tmp_path, capsys):
     assert not names["model"].config.use_cache  # blocks that run again would put their keys there twice
 
 
+@pytest.mark.slow
 def test_other_questions(capsys, tmp_path):
     size = ["--size", "nano", "--layers", "6", "--seq", "32"]
     code, out = reported(capsys, *size, "--fits-on")
@@ -842,6 +870,7 @@ def test_other_questions(capsys, tmp_path):
     assert code == 1 and " over." in out and "The peak of tensors is" in out and "largest tensors" in out
 
 
+@pytest.mark.slow
 def test_the_largest_microbatch_is_that_of_all_programs():
     """Even if few are simulated, because programs that need the least memory per row are first."""
     tight = replace(TWO_HOSTS, share=0.005)
@@ -851,6 +880,7 @@ def test_the_largest_microbatch_is_that_of_all_programs():
     assert max(item.largest for item in found.found) == max(item.largest for item in every.found)
 
 
+@pytest.mark.slow
 def test_the_fewest_ranks_are_those_on_which_it_just_fits():
     """On one rank fewer, the leanest way needs more than there is; hosts need be no power of two."""
     one = replace(requested().cluster, hosts=1, per_host=1)
@@ -865,6 +895,7 @@ def test_the_fewest_ranks_are_those_on_which_it_just_fits():
     assert (found.question.cluster.hosts, found.best.sketch.program.strategy) == (3, "zero3")
 
 
+@pytest.mark.slow
 def test_suggestions_are_sorted_by_the_memory_that_they_need():
     """By more checkpoints, if those are enough."""
     program = Program(strategy="zero2")
@@ -1013,6 +1044,7 @@ def measured_here():
     return described(json.loads(results.read_text())["here"])
 
 
+@pytest.mark.slow
 def test_a_plan_for_cpus_counts_process_memory_and_the_first_steps():
     cluster = Cluster(hardware=measured_here(), hosts=1, per_host=2)
     program = Program(strategy="zero3", checkpointing="none", accumulates=False)

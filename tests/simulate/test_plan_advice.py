@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import hypothesis.strategies as st
+import pytest
 import torch
 import torch.distributed as dist
 from hf_models import Sentences
@@ -194,6 +195,7 @@ def dry_steps(subject: Subject, advice: Advice, cluster: Cluster) -> Tape:
     return tape
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12, derandomize=True)
 @given(advice=recommended(TWO_HOSTS))
 @example(advice=Advice("gpt", Program(strategy="hpz", accumulates=True), 1, 2))
@@ -393,12 +395,14 @@ def compare(advice: Advice, hosts: int, folder: Path) -> list[tuple[str, Seen, S
         return found
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=8, derandomize=True)
 @given(advice=recommended(replace(TWO_HOSTS, hosts=1)))
 def test_lines_to_paste_run_and_do_what_they_state(advice):
     check(advice, hosts=1)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=4, derandomize=True)
 @given(advice=recommended(TWO_HOSTS).filter(lambda advice: advice.program.strategy in HYBRID))
 def test_lines_to_paste_for_two_hosts_run_and_do_what_they_state(advice):

@@ -9,6 +9,7 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +61,7 @@ class Ready(Workers):
         return future
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(
     place=st.floats(0, 1),

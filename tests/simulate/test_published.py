@@ -22,6 +22,7 @@ def rows():
     return mpt_rows(published.REDUCE_DTYPES)
 
 
+@pytest.mark.slow
 def test_a_step_of_few_blocks_predicts_one_of_many():
     task = Task(shape=SHAPE, world=32)
     whole = lay_out(second_step(task, 6, 3), COSTS).end

@@ -30,6 +30,7 @@ def reported():
         return what_ifs.what_ifs_of(SETTINGS, MACHINE, "runs/x")
 
 
+@pytest.mark.slow
 def test_a_gain_is_the_difference_of_two_predictions(reported):
     step_s = predicted(SETTINGS, MACHINE, H100).step_s
     assert all(item.gain_s == pytest.approx(step_s - item.step_s) for item in reported)
@@ -48,11 +49,13 @@ def test_the_command_requests_the_settings_that_were_simulated(reported, change,
     assert requested.step_s == pytest.approx(item.step_s)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_advised(monkeypatch):
     monkeypatch.setattr(what_ifs, "described_here", lambda machine: H100)
     assert what_ifs.what_ifs_of(SETTINGS, replace(MACHINE, memory_bytes=1), "runs/x") == ()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_with_the_other_settings_is_left_out(monkeypatch, tmp_path):
     """Some strategies have no shards to offload to disk."""
     monkeypatch.setattr(what_ifs, "described_here", lambda machine: H100)

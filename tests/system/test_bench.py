@@ -142,6 +142,7 @@ def test_variants_have_the_same_losses_too():
     assert differences(plan(*names)) == dict.fromkeys(names, 0.0)
 
 
+@pytest.mark.slow
 def test_one_rank_is_enough():
     report = measure(plan("fullshard-zero3", "torch-fsdp2", workload=Workload(shape=SIZES["tiny"], world=1)), silent)
     assert [system.loss_difference for system in report.systems] == [0.0, 0.0]
@@ -355,12 +356,14 @@ def test_failures_are_reported_without_waiting_for_other_ranks(method, timeout, 
     assert ("fall_over" in failed.value.details) == (method == "fall_over")
 
 
+@pytest.mark.slow
 def test_a_team_that_cannot_be_made_leaves_no_process():
     with pytest.raises(TeamFailed, match="KeyError: 'no-such'"):
         Team(partial(Training, name="no-such"), TINY)
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_their_turn_use_no_processor():
     team = Team(partial(RestlessTraining, name="fullshard-zero3"), TINY)
     team.ask("prepare")
@@ -392,6 +395,7 @@ def test_a_system_that_dies_is_left_out_and_the_others_go_on():
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_a_system_for_which_no_memory_is_left_is_not_started(monkeypatch):
     frees = iter([1 << 40, 1 << 10])
     monkeypatch.setattr(benchmarks.bench.rounds, "available_bytes", lambda: next(frees))

@@ -86,6 +86,7 @@ def check(folder: Path, steps: int, kills: int, within_s: float | None = None) -
     storm(folder / "storm", steps, kills, within_s or time.monotonic() - start, calm)
 
 
+@pytest.mark.slow
 def test_a_storm_of_kills_changes_nothing(tmp_path):
     check(tmp_path, steps=12, kills=4)
 

@@ -172,11 +172,13 @@ def parity(*options: str) -> int:
     return main(["parity", *functions, "--ranks=2", "--strategies=zero3", *options])
 
 
+@pytest.mark.slow
 def test_parity(capsys):
     assert parity("--wrap=Block") == 0
     assert capsys.readouterr().out.endswith("All 1 agree with the plain process bit for bit.\n")
 
 
+@pytest.mark.slow
 def test_parity_sees_what_is_careless(capsys):
     assert parity(f"--model={EXAMPLES / '7_parity.py'}:make_careless_model") == 1
     assert "zero3, 2 ranks: differs: gradient of embedding.weight, step 1, rank 0" in capsys.readouterr().out

@@ -28,6 +28,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.slow
 def test_parts_that_fail_or_hang_are_reported_so_and_the_others_run(tmp_path):
     stated: list[str] = []
     found = check(PLANTED, tmp_path / "found.json", stated.append)
@@ -46,6 +47,7 @@ def test_parts_that_fail_or_hang_are_reported_so_and_the_others_run(tmp_path):
     assert "twice as much" in stated[2]
 
 
+@pytest.mark.slow
 def test_what_a_part_has_started_ends_with_it(tmp_path):
     """A rank that hangs would keep the GPU."""
     kept = tmp_path / "child"
@@ -79,6 +81,7 @@ def test_tests_before_a_hang_are_reported():
     assert verdict_of(1, {"test_a": "PASSED"}, is_test=True) == FAILS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_without_a_gpu_it_states_so_in_one_line():
     ran = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
@@ -91,6 +94,7 @@ def test_it_names_what_is_missing(monkeypatch):
     assert gpu_check.missing() == ["no_such_package"]
 
 
+@pytest.mark.slow
 def test_its_tests_need_only_what_it_names():
     """A rented machine has few packages; torch itself needs jinja2."""
     requirements = tomllib.loads((gpu_check.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
@@ -105,6 +109,7 @@ def test_its_tests_need_only_what_it_names():
     assert ran.returncode == 0, ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_the_facts_and_the_prediction_are_written_in_a_dry_run(tmp_path):
     path = tmp_path / "found.json"

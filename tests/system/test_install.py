@@ -107,6 +107,7 @@ def test_what_is_needed_otherwise_is_installed_again(clone, target, changed):
     assert len(installed_by(clone, target)) == 1
 
 
+@pytest.mark.slow
 def test_a_clone_in_a_folder_of_the_package_s_name_does_not_hide_it(tmp_path):
     """Scripts next to the folder, or Python started there, would find the folder first, as a namespace package."""
     clone, wheels, environment = (tmp_path / name for name in ("fullshard", "wheels", "environment"))

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.slow
 def test_pictures_are_those_of_the_code(tmp_path):
     """If a change of the engine is meant to change them, run `make pictures`."""
     subprocess.run([sys.executable, "-W", "ignore", str(DOCS / "pictures.py"), str(tmp_path)], check=True)

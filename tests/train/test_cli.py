@@ -284,6 +284,7 @@ for argv in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_special_files_are_refused_and_never_waited_for(tmp_path: Path) -> None:
     for folder, make in (("FIFO", os.mkfifo), ("device", lambda path: os.symlink("/dev/zero", path))):
         names = ("file.yaml", "file.toml", "file.txt", "run/report/rank00000.jsonl", "metrics/metrics.jsonl")

@@ -118,6 +118,7 @@ def run_with_rates_of_float32(out: Path, captures: bool) -> int:
     return graph.replays
 
 
+@pytest.mark.slow
 def test_captured_steps_change_no_loss(tmp_path: Path) -> None:
     replays = [
         testing.run_ranks(2, run_with_rates_of_float32, tmp_path / str(captures), captures)
@@ -142,6 +143,7 @@ def test_training_with_a_disk_changes_no_bit(two_ranks: Path, tmp_path: Path, fl
     assert not any((tmp_path / "disk").glob("*"))
 
 
+@pytest.mark.slow
 def test_the_formula_knows_of_activations_that_are_offloaded(tmp_path: Path) -> None:
     """Pieces below 64 KiB stay, so these are larger. Buffers that are still to be written may be measured besides."""
     flags = (
@@ -213,6 +215,7 @@ def forecast_in_background(settings: TrainSettings, machine: Machine) -> Forecas
     return Forecasting(forecast_run, settings, machine).result()
 
 
+@pytest.mark.slow
 @on_ranks(2)  # the first rank starts processes that import torch
 def test_a_dry_run_reports_what_goes_to_the_disk(tmp_path):
     """A dry run moves what the formulas have, and activations besides."""
@@ -248,6 +251,7 @@ def train_without_room(out: Path, argv: list[str]) -> None:
         train_as_a_user_does(out, argv)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_disk_that_is_predicted_and_recorded_changes_no_bit(two_ranks: Path, tmp_path: Path) -> None:
     argv = ["--offload-optimizer", "1", "--offload-folder", str(tmp_path / "disk")]
     run_ranks(2, train_as_a_user_does, tmp_path / "run", argv)

@@ -70,6 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ran(2, tmp_path_factory.mktemp("whole"), "--keep", "3")
 
 
+@pytest.mark.slow
 def test_saving_changes_no_number(whole, tmp_path):
     assert steps_kept(whole) == [2, 3, 4]
     codes = run_ranks(2, run_training, tmp_path, ["--steps", "4"])
@@ -78,6 +79,7 @@ def test_saving_changes_no_number(whole, tmp_path):
     assert_same(weights(tmp_path), weights(whole))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_every_number_and_line(whole, tmp_path):
     ran(2, tmp_path, "--checkpoint-every", "100", stop_at=2)
     assert steps_kept(tmp_path) == [2]
@@ -107,6 +109,7 @@ def test_a_finished_run_has_the_same_result(whole, tmp_path):
     assert reported(tmp_path) == reported(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def test_a_run_goes_on_at_another_world_size_with_the_same_steps(whole, world, tmp_path):
     ran(2, tmp_path, stop_at=2)
@@ -325,6 +328,7 @@ def start(out: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends_with_a_code_that_means_start_me_again(tmp_path):
     reached = 0
     for round_ in range(2):
@@ -345,6 +349,7 @@ def test_sigterm_saves_and_ends_with_a_code_that_means_start_me_again(tmp_path):
         assert ("Resuming after step" in out) == (round_ > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process of the end of its parent")
 def test_a_killed_launcher_leaves_no_ranks_that_write_to_the_run(tmp_path):
     run, ranks = start(tmp_path, "--checkpoint-every", "100000"), []
