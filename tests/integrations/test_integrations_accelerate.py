@@ -114,6 +114,30 @@ def statistics_of(make: Callable[..., Any], **options: Any) -> list[Tensor]:
     return list(model.buffers())
 
 
+def by_adagrad(make: Callable[..., Any]) -> list[Tensor]:
+    """Train with a group for biases, as the Trainer of transformers makes it. The model has none."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    accelerator = make()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adagrad(groups, initial_accumulator_value=0.2))
+    losses = []
+    for step in range(2):
+        loss = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@on_new_ranks(2)
+def test_groups_of_adagrad_without_parameters_train_as_under_ddp():
+    assert_same(by_adagrad(sharded()), by_adagrad(ddp))
+
+
 @pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
 @on_new_ranks(2)
 def test_statistics_of_batch_norms_are_those_of_ddp():

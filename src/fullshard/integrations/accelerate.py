@@ -404,7 +404,8 @@ def _point_to_shards(optimizer: Optimizer) -> None:
     point_to_shards(optimizer)
     for group in optimizer.param_groups if is_new else ():
         options = {name: group[name] for name in ("initial_accumulator_value", "fused")}
-        optimizer.state.update(torch.optim.Adagrad(group["params"], **options).state)
+        if group["params"]:
+            optimizer.state.update(torch.optim.Adagrad(group["params"], **options).state)
 
 
 def _remember_names(model: nn.Module) -> None:
