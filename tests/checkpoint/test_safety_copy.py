@@ -209,6 +209,18 @@ def test_a_host_without_room_is_one_error_on_every_rank_and_costs_nothing_that_w
 
 
 @on_ranks(2)
+def test_new_copies_wait_for_one_in_progress(tmp_path):
+    """As when a loop raises an error after `save`, and starts again in the same process."""
+    model, optimizer = begun()
+    for step in range(1, 4):
+        copies = SafetyCopies(host(tmp_path))
+        found = copies.newest()
+        assert (found.manifest.step if found else 0) == step - 1
+        copies.save(model=model, optimizer=optimizer, step=step, extra=None)
+    copies.wait()
+
+
+@on_ranks(2)
 def test_data_that_changed_in_transit_is_rejected(tmp_path):
     copies = SafetyCopies(host(tmp_path))
     model, optimizer = begun()

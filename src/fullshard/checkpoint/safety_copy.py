@@ -67,6 +67,9 @@ class _Transfer:
     target: int
 
 
+_behind = Background("fullshard-safety-copy")  # of all objects, because they share its process group
+
+
 class SafetyCopies:
     """The copies of one run. Every rank of the default process group creates this object and calls all methods.
 
@@ -75,11 +78,12 @@ class SafetyCopies:
             and other users cannot access it. Files are accessed through its descriptor, never by its name.
 
     Raises:
-        CheckpointError: A rank cannot open its folder, or other users can access it.
+        CheckpointError: A rank cannot open its folder, or other users can access it; or a copy in progress failed.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._behind = Background("fullshard-safety-copy")
+        _behind.wait()
+        self._behind = _behind
         self._memory = HostMemory()
         self._ranks = self._behind.ranks()
         self._folder = self._ranks.do("opening the folder of safety copies", lambda: self._opened(folder))
