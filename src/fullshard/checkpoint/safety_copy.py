@@ -67,7 +67,7 @@ class _Transfer:
     target: int
 
 
-_behind = Background("fullshard-safety-copy")  # of all objects, because they share its process group
+_background = Background("fullshard-safety-copy")  # of all objects, because they share its process group
 
 
 class SafetyCopies:
@@ -82,10 +82,9 @@ class SafetyCopies:
     """
 
     def __init__(self, folder: Path) -> None:
-        _behind.wait()
-        self._behind = _behind
+        _background.wait()
         self._memory = HostMemory()
-        self._ranks = self._behind.ranks()
+        self._ranks = _background.ranks()
         self._folder = self._ranks.do("opening the folder of safety copies", lambda: self._opened(folder))
         places = self._ranks.share("looking for hosts", lambda: (socket.gethostname(), str(folder)))
         self._leaders = [rank for rank, place in enumerate(places) if places.index(place) == rank]
@@ -135,10 +134,10 @@ class SafetyCopies:
             CheckpointError: A rank could not copy, or the previous copy failed. The run can continue.
         """
         doing = f"copying step {step} to the memory of the hosts"
-        self._behind.wait()
+        _background.wait()
         default_ranks().barrier("SafetyCopies.save")
         contents = self._ranks.do(doing, lambda: self._memory.copy(collect(model, optimizer, None, None, extra)))
-        return self._behind.start(lambda: self._write(contents, step, doing))
+        return _background.start(lambda: self._write(contents, step, doing))
 
     def wait(self) -> None:
         """Wait for the copy in progress, if there is one.
@@ -146,7 +145,7 @@ class SafetyCopies:
         Raises:
             CheckpointError: It failed, and its error has not been raised by `PendingSave.wait` yet.
         """
-        self._behind.wait()
+        _background.wait()
 
     def newest(self) -> SafetyCopy | None:
         """Return the newest complete copy, if there is one."""
