@@ -206,6 +206,28 @@ def test_gradients_that_only_one_rank_changes_are_an_error(setting, value, note,
     assert note in messages[0]
 
 
+def without_zero_grad_on_one_rank(before: int, strategy: str) -> None:
+    """Train for `before` steps of two microbatches each, and another step. Its gradients stay on rank 1."""
+    model = chain(partial(fully_shard, strategy=strategy))
+    optimizer = sgd(model)
+    for step in range(before + 2):
+        for _ in range(2):
+            model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        if step != before or dist.get_rank() == 0:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_gradients_that_only_one_rank_keeps_for_the_next_step_are_an_error(strategy, before):
+    first, second = run_ranks(2, published, without_zero_grad_on_one_rank, before, strategy)
+    assert first == second
+    rank_0, rank_1 = first.partition("rank 1 started")[::2]
+    assert "added to earlier gradients" in rank_1
+    assert "added to earlier gradients" not in rank_0
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @on_new_ranks(2)
 def test_parameters_that_only_some_ranks_use_count_as_zero_if_requested(strategy):

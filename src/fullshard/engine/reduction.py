@@ -93,7 +93,10 @@ class Reduction(ABC):
     _pending: Pending  # the first sums; every subclass starts them at the end of its constructor
 
     def __init__(self, of: ReductionOf, *, has_second_level: bool) -> None:
+        self._accumulates = _have_grads(of.gradients.params, of.grads)
         note = of.gradients.missing(of.grads) if len(of.grads) < len(of.gradients.params) else ""
+        if self._accumulates:  # not on ranks that have called zero_grad or stepped alone
+            note = ", ".join(filter(None, ("added to earlier gradients", note)))
         self._plan = of.gradients.plan
         self._gradients = of.gradients
         self._transports = of.transports
@@ -105,7 +108,6 @@ class Reduction(ABC):
         self._finishes = of.finishes or not has_second_level
         self._scratch: list[Tensor] = []
         self._kept: list[Tensor] = []  # tensors that a stream may still read
-        self._accumulates = _have_grads(of.gradients.params, of.grads)
         self._first_sums = of.gradients.state.first_sums
         if self._finishes:
             for i in self._first_sums.keys() - of.grads.keys():
