@@ -384,12 +384,15 @@ def test_adapters_in_hooks_that_diverge_are_reported_once(how):
         assert "2 parameters do not belong to any unit (the first has shape (48, 48))" in first[0]
 
 
-def train_with_rates(strategy: str, optimizer: str, since: int, place: str, extra: int) -> list[str]:
+def train_with_rates(
+    strategy: str, optimizer: str, since: int, place: str, extra: int = 0, skipped: int = -1
+) -> list[str]:
     """Train for 34 steps. Return the warnings.
 
     Args:
         since: The step after which the learning rate of rank 1 is another one.
         extra: The number of steps that rank 1 takes at first without gradients.
+        skipped: The step that the optimizer of rank 1 skips.
     """
     model = chain(partial(fully_shard, strategy=strategy))
     made = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}[optimizer](model.parameters(), lr=0.001)
@@ -402,7 +405,12 @@ def train_with_rates(strategy: str, optimizer: str, since: int, place: str, extr
         for step in range(34):
             if step == since and dist.get_rank() == 1:
                 made.param_groups[0]["lr"] = made.param_groups[0]["lr"] / 10
-            take_step(made, model(inputs()).square().mean())
+            loss = model(inputs()).square().mean()
+            if step == skipped and dist.get_rank() == 1:
+                loss.backward()
+                made.zero_grad()
+            else:
+                take_step(made, loss)
     return texts
 
 
@@ -411,11 +419,21 @@ def train_with_rates(strategy: str, optimizer: str, since: int, place: str, extr
     [("zero3", "adamw", 0, "group"), ("zero2", "adamw", 17, "tensor"), ("ddp", "adafactor", 17, "group")],
 )
 def test_learning_rates_that_differ_between_ranks_are_reported(strategy, optimizer, since, place):
-    first, second = run_ranks(2, train_with_rates, strategy, optimizer, since, place, 0)
+    first, second = run_ranks(2, train_with_rates, strategy, optimizer, since, place)
     assert len(first) == sum(step > since for step in (16, 32)) and second == []
     assert all("lr of parameter group 0 is 0.001" in text and "0.0001" in text for text in first)
 
 
 @pytest.mark.parametrize("extra", [0, 3])
 def test_equal_learning_rates_are_not_reported_and_no_rank_waits_for_another(extra):
-    assert run_ranks(2, train_with_rates, "zero3", "adamw", 100, "group", extra) == [[], []]
+    first, second = run_ranks(2, train_with_rates, "zero3", "adamw", 100, "group", extra)
+    assert not any("hyperparameters" in text for text in first) and second == []
+    assert len(first) == (2 if extra else 0)  # the number of steps
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_optimizer_step_skipped_on_one_rank_logs_a_warning(strategy):
+    first, second = run_ranks(2, train_with_rates, strategy, "adamw", 100, "group", 0, 3)
+    assert second == []
+    assert first  # not twice if rank 0 takes its step 17 before rank 1 takes step 16
+    assert all("step 16 followed backward 16 on rank 0, but backward 17 on rank 1" in text for text in first)

@@ -32,7 +32,7 @@ class Microbatches:
         self._outside_since = 0  # the step after which `outside` was extended last
         self.late_params = LateParams(units)
         self.number = 0  # of the current microbatch in its step, starting with 1
-        self._step = 0
+        self.step = 0  # of the root, starting with 1
         self._counted_writes = 0
         self._buffers_differ = True  # between ranks, because each has processed other data since the last broadcast
 
@@ -44,7 +44,7 @@ class Microbatches:
         if counts:
             self._count()
         if torch.is_grad_enabled():
-            self.late_params.check(again=counts and self.number == 1 and self._step.bit_count() == 1)
+            self.late_params.check(again=counts and self.number == 1 and self.step.bit_count() == 1)
         if self._buffers_differ:
             self._buffers_differ = False
             for unit in self._units:
@@ -76,9 +76,9 @@ class Microbatches:
                 is_first = False
                 break
         self._set_number(1 if is_first else self.number + 1)
-        self._step += self.number == 1
-        here.step = self._step
-        age = self._step - self._outside_since
+        self.step += self.number == 1
+        here.step = self.step
+        age = self.step - self._outside_since
         is_due = self.number == 1 and (age + 1).bit_count() == 1  # repeated, because learning rates may start at 0
         if self.outside and is_due and not is_capturing(self._units[0].device):
             self._compare_outside(age)
@@ -94,7 +94,7 @@ class Microbatches:
         new = [param for param in params if id(param) not in known]
         if new:
             self.outside += new
-            self._outside_since = self._step
+            self._outside_since = self.step
 
     def _compare_outside(self, age: int) -> None:
         unit, params = self._units[0], self.outside

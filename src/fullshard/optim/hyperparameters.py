@@ -1,4 +1,4 @@
-"""Comparison of the hyperparameters of an optimizer, such as learning rates, between ranks."""
+"""Comparison of an optimizer between ranks: its hyperparameters, such as learning rates, and its number of steps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fullshard._compat import default_store
 from fullshard.engine.managed import managed_by
+from fullshard.engine.runtime import runtime_or_none
 from fullshard.engine.unit import Unit
 
 _log = logging.getLogger(__name__)
@@ -22,20 +23,33 @@ _log = logging.getLogger(__name__)
 SAME_SCHEDULE = (
     "Use the same schedule on every rank: average a metric over the ranks before you pass it to ReduceLROnPlateau."
 )
+SAME_STEPS = (
+    "If a condition decides whether to step, such as a finite loss, all-reduce the condition before you use it. The "
+    "shards of these ranks do not belong together anymore: restart from a checkpoint."
+)
 
 
 def publish(optimizer: Optimizer, step: int) -> None:
-    """Write the hyperparameters of this step of `optimizer` to the store, for `compare_published`."""
+    """Write the hyperparameters of this step of `optimizer` to the store, for `compare_published`.
+
+    The number of steps of the model is written too, for this step and for the earlier ones that were published.
+    """
     unit, key = _unit_and_key(optimizer)
-    if unit is not None:
-        value = {"step": step, "groups": list(map(_numbers, optimizer.param_groups))}
-        default_store().set(f"{key}/{dist.get_rank()}", json.dumps(value))
+    runtime = None if unit is None else runtime_or_none(unit)
+    if runtime is not None:
+        store, own = default_store(), f"{key}/{dist.get_rank()}"
+        known = json.loads(store.get(own))["steps"] if store.check([own]) else {}
+        steps = {taken: trained for taken, trained in known.items() if int(taken) < step}
+        steps[str(step)] = runtime.state.microbatches.step
+        value = {"step": step, "steps": steps, "groups": list(map(_numbers, optimizer.param_groups))}
+        store.set(own, json.dumps(value))
 
 
 def compare_published(optimizer: Optimizer, step: int) -> None:
-    """Log a warning on the first rank of a mesh if its ranks have published different hyperparameters of `step`.
+    """Log a warning on the first rank of a mesh if its ranks have published different values.
 
-    It is called in the next step. Ranks that have published nothing, or another step, are not waited for.
+    It is called in the step after `step`. Ranks that have published nothing, or not `step`, are not waited for. So a
+    rank that has taken fewer steps than the first is noticed when the first compares next.
     """
     unit, key = _unit_and_key(optimizer)
     ranks = [] if unit is None else sorted(unit.axes.mesh.mesh.flatten().tolist())
@@ -48,6 +62,9 @@ def compare_published(optimizer: Optimizer, step: int) -> None:
         differing = different_hyperparameter(found) if len(found) > 1 else None
         if differing is not None:
             _log.warning("%s %s", differing, SAME_SCHEDULE)
+        unequal = _different_steps({rank: value["steps"] for rank, value in values.items()})
+        if unequal is not None:
+            _log.warning("%s %s", unequal, SAME_STEPS)
 
 
 def _unit_and_key(optimizer: Optimizer) -> tuple[Unit | None, str]:
@@ -88,6 +105,24 @@ def different_hyperparameter(of_ranks: Mapping[int, Sequence[Mapping[str, Any]]]
                         f"ranks train with different hyperparameters: {name} of parameter group {number} is "
                         f"{first[name]} on rank {lead}, but {other.get(name, 'missing')} on rank {rank}."
                     )
+    return None
+
+
+def _different_steps(of_ranks: Mapping[int, Mapping[str, int]]) -> str | None:
+    """Return a sentence about a rank whose optimizer has taken another number of steps than that of the first rank.
+
+    Args:
+        of_ranks: For each rank, the number of steps of the model at some numbers of steps of the optimizer.
+    """
+    lead = min(of_ranks)
+    for rank, steps in of_ranks.items():
+        for taken in steps.keys() & of_ranks[lead].keys():
+            first, other = of_ranks[lead][taken], steps[taken]
+            if other != first:
+                return (
+                    f"ranks have taken different numbers of optimizer steps: step {taken} followed backward {first} on "
+                    f"rank {lead}, but backward {other} on rank {rank}."
+                )
     return None
 
 
