@@ -42,7 +42,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tenso
 
 
 class Gate:
-    """Holds this rank's writers back until it is opened."""
+    """Blocks the writers of this rank until it is opened."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
@@ -52,7 +52,7 @@ class Gate:
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_what_is_saved_is_the_moment_of_the_call(tmp_path):
+def test_async_save_stores_state_at_the_time_of_the_call(tmp_path):
     model, optimizer = built()
     train(model, optimizer)
     expected, gate = everything(model, optimizer), Gate()
@@ -69,8 +69,8 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path):
 
 
 @on_new_ranks(2)
-def test_one_is_written_at_a_time(tmp_path):
-    """Each save, and a load, wait for the one before."""
+def test_async_save_waits_for_the_previous_save(tmp_path):
+    """Each save, and a load, wait for the previous save."""
     model, _ = built()
     gate = Gate()
     threading.Timer(0.2, gate.opened.set).start()
@@ -88,7 +88,7 @@ def test_one_is_written_at_a_time(tmp_path):
 
 
 @on_new_ranks(2)
-def test_an_error_of_the_writer_reaches_every_rank_once(tmp_path):
+def test_async_write_error_raises_once_on_every_rank(tmp_path):
     model, optimizer = built()
     save(tmp_path, model=model, step=1)
     write = container._Stream.write
@@ -119,8 +119,8 @@ def test_an_error_of_the_writer_reaches_every_rank_once(tmp_path):
 
 
 @on_new_ranks(2)
-def test_memory_for_the_copy_is_taken_once(tmp_path):
-    """The second copy is made in the memory of the first."""
+def test_async_save_reuses_staging_memory(tmp_path):
+    """The second save reuses the staging memory of the first."""
     model, optimizer = built()
     train(model, optimizer)
     nbytes = sum(tensor.to_local().nbytes for tensor in model.parameters())
@@ -138,8 +138,8 @@ def test_memory_for_the_copy_is_taken_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_error_of_a_save_that_nobody_waits_for_is_logged_at_exit():
-    """The program ends with a save in progress, and would end without a word."""
+def test_error_of_unawaited_async_save_is_logged_at_exit():
+    """The program ends while a save is in progress. Without the log at exit, the error of the save would be lost."""
     script = """
 import sys
 from fullshard import CheckpointError
@@ -159,7 +159,7 @@ if sys.argv[1] == "waits":
         assert ended.stderr.count("the disk is full") == times, ended.stderr
 
 
-def test_the_error_of_a_save_whose_owner_is_gone_is_logged(caplog):
+def test_async_save_error_is_logged_on_garbage_collection(caplog):
     def fail() -> Path:
         raise CheckpointError("the disk is full")
 
@@ -172,7 +172,7 @@ def test_the_error_of_a_save_whose_owner_is_gone_is_logged(caplog):
     assert ["the disk is full" in message for message in caplog.messages] == [True]
 
 
-def test_one_process_alone_saves_behind_too(tmp_path):
+def test_async_save_works_without_process_group(tmp_path):
     model = nn.Linear(3, 3)
     expected = model.weight.detach().clone()
     pending = async_save(tmp_path, model=model, step=1)

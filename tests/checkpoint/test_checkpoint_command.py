@@ -1,4 +1,4 @@
-"""`fullshard checkpoint`: what it tells is what was saved; damage and differences are seen, and in the exit code."""
+"""`fullshard checkpoint` reports what was saved. It detects damage and differences, also in its exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = (10, 20)
 
 
 def write(folder: Path) -> None:
-    """Two steps of a run with tied, frozen, scalar and empty parameters, and an export of the last."""
+    """Save two steps of a run with tied, frozen, scalar and empty parameters, and export the last step."""
     model = shard(small_gpt(1), strategy="zero3")
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     for step in STEPS:
@@ -42,7 +42,7 @@ def write(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Not to be changed."""
+    """A folder with saved and exported files. Tests must not modify it."""
     folder = tmp_path_factory.mktemp("written")
     run_ranks(2, write, folder)
     return folder
@@ -50,7 +50,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy that tests may damage."""
     return shutil.copytree(written, tmp_path / "copy")
 
 
@@ -84,7 +84,7 @@ def flip(path: Path, place: int = 2000) -> None:
 
 
 @pytest.mark.slow
-def test_ls_reports_every_checkpoint_the_newest_first(command, folder):
+def test_ls_lists_all_checkpoints_newest_first(command, folder):
     run = folder / "run"
     (run / "step-000000030.partial-00ff").mkdir()
     (run / "step-000000010" / "__1_0.distcp").unlink()
@@ -107,7 +107,7 @@ def test_ls_reports_every_checkpoint_the_newest_first(command, folder):
     assert one["step"] == 20
 
 
-def test_ls_of_an_empty_folder_and_of_a_damaged_manifest(command, folder, tmp_path):
+def test_ls_handles_empty_folder_and_damaged_manifest(command, folder, tmp_path):
     assert "No checkpoints found" in command.text("ls", tmp_path)
     flip(folder / "run" / "step-000000020" / "manifest.json", 150)
     reported = command.json("ls", folder / "run")["checkpoints"]
@@ -137,7 +137,7 @@ def test_inspect_reports_every_tensor(command, written):
     assert "strategy: zero3" in text
 
 
-def test_inspect_reports_what_is_in_an_export(command, written):
+def test_inspect_reports_tensors_of_export(command, written):
     whole = torch.load(written / "whole.pt")
     for path in (written / "exported", written / "exported" / "model.safetensors"):
         reported = command.json("inspect", path)
@@ -150,13 +150,13 @@ def test_inspect_reports_what_is_in_an_export(command, written):
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_verify_reads_every_byte(command, folder):
+def test_verify_detects_flipped_byte_in_checkpoint(command, folder):
     assert [item["damage"] for item in command.json("verify", folder / "run")] == [[], []]
     assert "intact (3 files, " in command.text("verify", folder / "run" / "step-000000020")
     assert "intact (1 files, " in command.text("verify", folder / "exported")
     damaged = folder / "run" / "step-000000010" / "__0_0.distcp"
     flip(damaged)
-    assert all(item["intact"] for item in command.json("ls", folder / "run")["checkpoints"])  # of the same size
+    assert all(item["intact"] for item in command.json("ls", folder / "run")["checkpoints"])  # ls compares sizes only
     reported = command.json("verify", folder / "run", code=1)
     assert [len(item["damage"]) for item in reported] == [0, 1]
     assert f"{damaged}: expected the checksum" in reported[1]["damage"][0]
@@ -172,17 +172,17 @@ def test_verify_reads_every_byte(command, folder):
         lambda folder: flip(folder / "exported" / "checksums.json", 3),
     ],
 )
-def test_verify_sees_damage_in_an_export(command, folder, damage):
+def test_verify_detects_damage_in_export(command, folder, damage):
     damage(folder)
     assert "damaged" in command.text("verify", folder / "exported", code=1)
 
 
-def test_verify_sees_a_checkpoint_without_its_manifest(command, folder):
+def test_verify_reports_missing_manifest(command, folder):
     (folder / "run" / "step-000000020" / "manifest.json").unlink()
     assert "expected the manifest" in command.text("verify", folder / "run" / "step-000000020", code=1)
 
 
-def test_what_has_no_checksums_cannot_be_verified(command, tmp_path):
+def test_verify_fails_without_checksums(command, tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     assert "checksums.json is missing" in command.text("verify", tmp_path, code=2)
     assert "found nothing to verify" in command.text("verify", tmp_path / "nowhere", code=2)
@@ -191,8 +191,8 @@ def test_what_has_no_checksums_cannot_be_verified(command, tmp_path):
 # -- export -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_exported_without_its_model(command, written, tmp_path):
-    """The files equal an export of the model."""
+def test_export_command_writes_checkpoint_as_safetensors(command, written, tmp_path):
+    """The export needs no model object. The files equal an export of the model."""
     reported = command.json("export", written / "run", tmp_path / "out")
     assert reported["from"] == str(written / "run" / "step-000000020")
     assert sorted(reported["files"]) == ["checksums.json", "model.safetensors"]
@@ -206,7 +206,7 @@ def test_a_checkpoint_is_exported_without_its_model(command, written, tmp_path):
     assert "the folder is not empty" in command.text("export", written / "run", tmp_path / "out", code=2)
 
 
-def test_a_damaged_checkpoint_is_not_exported(command, folder, tmp_path):
+def test_export_command_rejects_damaged_checkpoint(command, folder, tmp_path):
     checkpoint = folder / "run" / "step-000000020"
     flip(checkpoint / "__0_0.distcp")
     assert "expected the checksum" in command.text("export", checkpoint, tmp_path / "out", code=2)
@@ -222,18 +222,18 @@ class Large(nn.Module):
         return x
 
 
-def test_exporting_a_checkpoint_holds_one_tensor_at_a_time(tmp_path):
+def test_export_holds_one_tensor_in_memory_at_a_time(tmp_path):
     save(tmp_path / "run", model=Large(), step=1)
 
     def export() -> None:
         export_stored(open_stored(tmp_path / "run"), tmp_path / "out")
 
     _, peak = peak_during(export)
-    assert peak < 3 * 256 * 256 * 4  # the tensor, and the piece of it that torch reads
+    assert peak < 3 * 256 * 256 * 4  # the tensor, and the chunk of it that torch reads
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_what_torch_alone_has_written_is_reported_and_exported(command, tmp_path):
+def test_export_command_accepts_torch_dcp_checkpoints(command, tmp_path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(3)).sum().backward()
@@ -316,7 +316,7 @@ def test_every_kind_of_difference_is_reported(command, tmp_path):
     assert "same" not in text
 
 
-def test_two_steps_differ(command, written):
+def test_diff_reports_changed_tensors_between_two_steps(command, written):
     run = written / "run"
     reported = command.json("diff", run / "step-000000010", run / "step-000000020", code=1)
     odd = {item["name"] for item in reported["tensors"] if item["differs_in"]}
@@ -325,7 +325,7 @@ def test_two_steps_differ(command, written):
     assert "blocks.0.up.weight" not in odd  # frozen
 
 
-# -- bad input, and what is shown -------------------------------------------------------------------------------------
+# -- invalid arguments and output -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -344,14 +344,14 @@ def test_two_steps_differ(command, written):
         (["export", "{run}", "b", "--max-shard-size", "5 apples"], "is not a size of a file"),
     ],
 )
-def test_bad_input_is_explained_in_one_line(command, written, argv, words):
+def test_invalid_arguments_are_reported_in_one_line(command, written, argv, words):
     reported = command.text(*[word.format(run=written / "run") for word in argv], code=2)
     assert words in reported
     assert reported.startswith("fullshard: ")
     assert reported.count("\n") == 1
 
 
-def test_help_names_what_there_is(command, capsys):
+def test_help_lists_commands_and_options(command, capsys):
     for argv in ([], ["--help"]):
         assert "diff ONE OTHER" in command.text(*argv)
     with pytest.raises(SystemExit) as ended:
@@ -362,7 +362,7 @@ def test_help_names_what_there_is(command, capsys):
     assert "--max-shard-size" in reported
 
 
-def test_a_bar_is_shown_after_a_second_and_only_on_a_terminal(monkeypatch):
+def test_progress_bar_appears_after_one_second_only_on_a_terminal(monkeypatch):
     now = 0.0
     monkeypatch.setattr(display, "monotonic", lambda: now)
     for terminal in (True, False):

@@ -24,7 +24,7 @@ from fullshard.testing import RanksFailed, run_ranks
 
 
 def plain(value: float) -> nn.Module:
-    """Return a model without a process group, every number of it `value`."""
+    """Return a model that needs no process group, with all parameters equal to `value`."""
     model = nn.Linear(4, 3)
     with torch.no_grad():
         for param in model.parameters():
@@ -46,7 +46,7 @@ def names(folder: Path) -> list[str]:
 
 
 def save_and_die(folder: Path, step: int, operation: int) -> None:
-    """Save, but die before the file operation of that number."""
+    """Save, but kill the process before file operation number `operation`."""
     die_before(operation, folder)
     save(folder, model=plain(step), step=step, keep=1)
 
@@ -55,8 +55,8 @@ def save_and_die(folder: Path, step: int, operation: int) -> None:
 @pytest.mark.parametrize(
     "step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["another step", "the same step again"]
 )
-def test_a_save_killed_at_any_operation_loses_nothing(step, tmp_path):
-    """Before every single operation on files: what is there is the old checkpoint or the new one, whole."""
+def test_save_killed_at_any_file_operation_keeps_a_complete_checkpoint(step, tmp_path):
+    """Kill before every file operation. The folder then has the old or the new checkpoint, complete."""
     save(tmp_path / "first", model=plain(1), step=1)
     for operation in range(1, 100):
         folder = tmp_path / str(operation)
@@ -70,7 +70,7 @@ def test_a_save_killed_at_any_operation_loses_nothing(step, tmp_path):
     assert operation > 10
 
 
-def test_keep_deletes_the_oldest_and_counts_only_what_seems_intact(tmp_path):
+def test_keep_deletes_oldest_and_counts_only_intact_checkpoints(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, model=plain(step), step=step, keep=2)
     assert names(tmp_path) == ["step-000000003", "step-000000004"]
@@ -81,7 +81,7 @@ def test_keep_deletes_the_oldest_and_counts_only_what_seems_intact(tmp_path):
     assert saved_value(tmp_path) == 5
 
 
-def test_the_newest_is_the_one_saved_last_also_after_going_back(tmp_path):
+def test_latest_checkpoint_is_the_last_saved_even_at_a_lower_step(tmp_path):
     for step in (10, 20, 5):
         save(tmp_path, model=plain(step), step=step)
     assert saved_value(tmp_path) == 5
@@ -89,7 +89,7 @@ def test_the_newest_is_the_one_saved_last_also_after_going_back(tmp_path):
     assert names(tmp_path) == ["step-000000006"]
 
 
-def test_the_same_step_is_replaced(tmp_path):
+def test_save_replaces_checkpoint_of_the_same_step(tmp_path):
     save(tmp_path, model=plain(-1), step=7)
     save(tmp_path, model=plain(7), step=7)
     assert saved_value(tmp_path) == 7
@@ -115,7 +115,7 @@ def test_a_replaced_checkpoint_without_a_successor_is_kept(tmp_path):
     assert [entry.path for entry in entries(tmp_path)] == [path]
 
 
-# -- writers that fail ------------------------------------------------------------------------------------------------
+# -- failing writers --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def refusal(action: Any) -> str:
 
 
 @on_new_ranks(2)
-def test_a_full_disk_is_one_error_on_every_rank_and_costs_nothing_that_was_there(small_disk):
+def test_full_disk_raises_on_every_rank_and_keeps_old_checkpoint(small_disk):
     model, optimizer = trained_chain()
     save(small_disk, model=model, step=1)
     stated = refusal(lambda: save(small_disk, model=model, optimizer=optimizer, step=2))
@@ -161,7 +161,7 @@ def test_a_full_disk_is_one_error_on_every_rank_and_costs_nothing_that_was_there
     assert names(small_disk) == ["step-000000001"]
 
 
-def test_a_read_only_folder_is_one_error_on_every_rank(small_disk):
+def test_read_only_folder_raises_on_every_rank(small_disk):
     run_ranks(2, save_chain, small_disk, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     first, second = run_ranks(2, refuse_to_save_chain, small_disk, 2)
@@ -200,7 +200,7 @@ def lose_what_was_written(patch: pytest.MonkeyPatch) -> None:
 
 
 @on_new_ranks(2)
-def test_a_writer_that_fails_on_one_rank_is_one_error_on_every_rank(tmp_path):
+def test_failed_write_on_one_rank_raises_on_every_rank(tmp_path):
     model, _ = trained_chain()
     save(tmp_path, model=model, step=1)
     stated = []
@@ -228,7 +228,7 @@ def die_in_the_middle(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_writer_that_dies_leaves_the_others_with_an_error_and_the_old_checkpoint(tmp_path):
+def test_killed_writer_raises_on_other_ranks_and_keeps_old_checkpoint(tmp_path):
     with pytest.raises(RanksFailed) as caught:
         run_ranks(2, die_in_the_middle, tmp_path)
     assert caught.value.failures[1].kind == "exit"

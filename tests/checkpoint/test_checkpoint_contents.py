@@ -59,7 +59,7 @@ def draw_after_loading(folder: Path) -> list[Any]:
     return draws()
 
 
-def test_every_rank_draws_what_it_would_have_drawn(tmp_path):
+def test_load_restores_random_states_of_every_rank(tmp_path):
     reported = run_ranks(2, draw_on, tmp_path)
     for expected, found in reported:
         assert found == expected
@@ -69,7 +69,7 @@ def test_every_rank_draws_what_it_would_have_drawn(tmp_path):
     assert len({tuple(drawn) for drawn in again[0]}) == 3
 
 
-def test_random_states_are_kept_on_request(tmp_path):
+def test_load_leaves_random_states_unchanged_if_requested(tmp_path):
     save(tmp_path, model=nn.Linear(2, 2), step=1)
     model = nn.Linear(2, 2)
     torch.manual_seed(3)
@@ -80,7 +80,7 @@ def test_random_states_are_kept_on_request(tmp_path):
 
 
 class Normed(nn.Module):
-    """Has statistics, which differ from rank to rank, and a buffer that no state dict has."""
+    """Has batch norm statistics, which differ between ranks, and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Normed(nn.Module):
 
 
 def positions_and_buffers(folder: Path) -> None:
-    """Saved and loaded by as many ranks."""
+    """Save and load with the same number of ranks."""
     rank = dist.get_rank()
     model = fully_shard(Normed())
     model.norm.running_mean.fill_(rank)
@@ -114,7 +114,7 @@ def positions_elsewhere(folder: Path) -> list[float]:
     return model.norm.running_mean.tolist()
 
 
-def test_buffers_and_data_positions_that_differ_are_kept_for_each_rank(tmp_path):
+def test_buffers_and_data_positions_are_saved_per_rank(tmp_path):
     run_ranks(2, positions_and_buffers, tmp_path / "differ")
     for found in run_ranks(3, positions_elsewhere, tmp_path / "differ"):
         assert found == [0] * 6
@@ -144,7 +144,7 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_goes_on(name, tmp_path):
+def test_scheduler_resumes_with_the_same_learning_rates(name, tmp_path):
     def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -160,7 +160,7 @@ def test_a_scheduler_goes_on(name, tmp_path):
 
 
 def reported_of_hyperparameters(folder: Path, rates: tuple[float, float], plateau: bool, others: bool) -> list[str]:
-    """Save with a learning rate for each rank, of the same parameters or of `others`; return the warnings."""
+    """Save with one learning rate per rank, for the same or (`others`) different parameters. Return the warnings."""
     rank = dist.get_rank()
     model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     optimizer = torch.optim.AdamW((model[rank] if others else model).parameters(), lr=rates[rank])
@@ -174,7 +174,7 @@ def reported_of_hyperparameters(folder: Path, rates: tuple[float, float], platea
 
 
 def test_hyperparameters_that_differ_between_ranks_are_reported(tmp_path):
-    """Last digits may differ, and so may the hyperparameters of different parameters."""
+    """Rounding differences are allowed, and so are different hyperparameters of different parameters."""
     for rates, plateau, others, expected in (
         ((0.1, 0.1), False, False, 0),
         ((0.1, 0.1 + 1e-14), False, False, 0),
@@ -187,7 +187,7 @@ def test_hyperparameters_that_differ_between_ranks_are_reported(tmp_path):
         assert all("lr of parameter group 0 is 0.1 on rank 0, but 0." in line for line in first)
 
 
-def test_extra_is_restored(tmp_path):
+def test_load_restores_extra_values(tmp_path):
     extra = {"a": [1, 2.5, None, True, "x"], 3: (1, 2), "empty": {}, "tensor": torch.arange(3, dtype=torch.bfloat16)}
     save(tmp_path, model=nn.Linear(2, 2), step=1, extra=extra)
     found = load(tmp_path, model=nn.Linear(2, 2))
@@ -225,7 +225,7 @@ def test_extra_state_of_modules_is_restored(kept, tmp_path):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_every_optimizer_goes_on(tmp_path):
+def test_every_optimizer_resumes_bitwise_under_other_strategies(tmp_path):
     for name, make in OPTIMIZERS.items():
         place = tmp_path / name.replace(", ", "-")
         model = shard(small_gpt(1), strategy="zero3")
@@ -242,7 +242,7 @@ def test_every_optimizer_goes_on(tmp_path):
 
 
 class Summing(torch.optim.SGD):
-    """Keeps a sum that the ranks have not added up: a share of it on each."""
+    """Keeps a `Partial` DTensor: every rank holds one addend of the sum."""
 
     def step(self, closure: None = None) -> None:
         for param in self.param_groups[0]["params"]:
@@ -255,7 +255,7 @@ def sums(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 @on_ranks(2)
-def test_a_partial_sum_is_restored_as_the_sum(tmp_path):
+def test_partial_dtensor_state_is_restored_as_its_sum(tmp_path):
     model = fully_shard(nn.Linear(4, 4))
     optimizer = Summing(model.parameters())
     optimizer.step()
@@ -266,8 +266,8 @@ def test_a_partial_sum_is_restored_as_the_sum(tmp_path):
 
 
 @on_ranks(2)
-def test_groups_may_be_others(tmp_path):
-    """Options are those of the group that held a parameter when saving, in whatever group it is now."""
+def test_load_maps_options_to_different_parameter_groups(tmp_path):
+    """A group takes the options of the saved group that held its parameters, even if the groups differ."""
     model = chain(fully_shard)
     params = list(model.parameters())
     two = torch.optim.SGD([{"params": params[:4], "lr": torch.tensor(0.5)}, {"params": params[4:], "lr": 0.25}], lr=1)
@@ -304,7 +304,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_how_a_model_is_wrapped_is_no_part_of_a_checkpoint(tmp_path):
+def test_checkpoint_is_independent_of_wrapping_precision_and_offload(tmp_path):
     """Checkpoints do not depend on wrap policies, front ends, precision or offloading."""
     for way, build in WAYS.items():
         model = build(Chain([Layer(), Layer()]))
@@ -328,8 +328,8 @@ def test_how_a_model_is_wrapped_is_no_part_of_a_checkpoint(tmp_path):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_model_on_the_meta_device_takes_a_checkpoint(tmp_path):
-    """A model without memory, and an optimizer that was made of it, take a checkpoint."""
+def test_load_materializes_meta_device_model(tmp_path):
+    """A checkpoint loads into a model on the meta device and into an optimizer that was constructed from it."""
     model = shard(small_gpt(1), tied_in_two_units=True)
     optimizer = torch.optim.Adam(trained(model))
     learn(model, optimizer, range(2))
@@ -360,7 +360,7 @@ class Tied(nn.Module):
             self.second.weight = self.first.weight
 
 
-def test_tied_weights_are_written_once_and_have_both_names(tmp_path):
+def test_tied_weights_are_stored_once_and_load_by_both_names(tmp_path):
     model = Tied()
     path = save(tmp_path / "tied", model=model, step=1)
     data = sum(file.stat().st_size for file in path.glob("*.distcp"))
@@ -394,8 +394,8 @@ def test_saving_copies_no_shard_in_host_memory(tmp_path):
 
 
 @on_ranks(2)
-def test_loading_makes_no_tensor_on_the_way(tmp_path):
-    """Rows go straight from the file to the shard."""
+def test_load_creates_no_intermediate_tensors(tmp_path):
+    """Rows are read from the file directly into the shard."""
     model = chain(fully_shard)
     optimizer = adamw(model)
     save(tmp_path, model=model, optimizer=optimizer, step=1)
@@ -444,7 +444,7 @@ class SignedMomentum(torch.optim.Optimizer):
 
 
 class Wrapping(torch.optim.Optimizer):
-    """A wrapper as accelerate has one."""
+    """A wrapper like the one of accelerate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -486,7 +486,7 @@ IDENTICAL = [
 @pytest.mark.slow
 @pytest.mark.parametrize("recorded", [True, False])
 @on_ranks(1)
-def test_states_of_another_optimizer_are_refused_before_anything_is_loaded(recorded, tmp_path):
+def test_load_rejects_state_of_another_optimizer_before_loading(recorded, tmp_path):
     def learn_once(model: nn.Module, optimizer: Any) -> None:
         model(inputs(0)).square().mean().backward()
         for item in getattr(optimizer, "joined_optimizers", [optimizer]):
@@ -503,7 +503,7 @@ def test_states_of_another_optimizer_are_refused_before_anything_is_loaded(recor
             save(tmp_path / name, model=model, optimizer=optimizer, step=1)
         for other, make_other in KINDS.items():
             if not recorded and {name, other} & {"RAdam", "SignedMomentum"}:
-                continue  # their options are some of AdamW's: nothing tells them apart
+                continue  # their options are a subset of AdamW's, so nothing distinguishes them
             fits = name == other or any({name, other} <= identical for identical in IDENTICAL)
             model = chain(fully_shard)
             optimizer = make_other(list(model.parameters()))

@@ -39,7 +39,7 @@ def write_steps(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two checkpoints that two ranks have written. Not to be changed."""
+    """A folder with two checkpoints written by two ranks. Tests must not modify it."""
     folder = tmp_path_factory.mktemp("written")
     run_ranks(2, write_steps, folder)
     return folder
@@ -47,12 +47,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
-    """A copy of it to damage."""
+    """A copy of `written` that tests may damage."""
     return shutil.copytree(written, tmp_path / "copy")
 
 
 def marked() -> Chain:
-    """Return a model that is not sharded and has none of the saved numbers."""
+    """Return an unsharded model with none of the saved values."""
     model = Chain([Layer(), Layer()])
     with torch.no_grad():
         for param in model.parameters():
@@ -118,7 +118,7 @@ DAMAGES = (flip, overwrite, cut, grow, repeat)
 
 
 def fuzz(folder: Path, cases: int, seed: int) -> int:
-    """How many of the cases were refused; the others were loaded exactly."""
+    """Return how many of the cases were rejected. The others were loaded exactly."""
     draw = random.Random(seed)
     checkpoint, other = of_step(folder, 20), of_step(folder, 10)
     expected = loaded(checkpoint)
@@ -144,20 +144,20 @@ def fuzz(folder: Path, cases: int, seed: int) -> int:
     return refused
 
 
-def test_whatever_happens_to_a_file_there_is_an_error_or_an_exact_load(folder):
+def test_damaged_checkpoint_raises_or_loads_exactly(folder):
     assert fuzz(folder, cases=60, seed=0) > 50
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_same_for_many_more_cases(folder):
+def test_damaged_checkpoint_raises_or_loads_exactly_in_1000_cases(folder):
     assert fuzz(folder, cases=1000, seed=1) > 900
 
 
 # -- error messages ---------------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_byte_is_named_with_its_checksums(folder):
+def test_flipped_byte_error_names_file_and_checksums(folder):
     path = of_step(folder, 20) / "__1_0.distcp"
     data = bytearray(path.read_bytes())
     data[1000] ^= 1
@@ -169,45 +169,45 @@ def test_a_flipped_byte_is_named_with_its_checksums(folder):
     )
 
 
-def test_a_file_that_was_cut_is_named_with_its_sizes(folder):
+def test_truncated_file_error_names_file_and_sizes(folder):
     path = of_step(folder, 20) / "__0_0.distcp"
     size = path.stat().st_size
     os.truncate(path, size - 3)
     assert f"{path}: expected {size} bytes, found {size - 3}" in refusal(path.parent)
 
 
-def test_a_missing_file_and_how_many_more_are_named(folder):
+def test_missing_file_error_counts_other_damaged_files(folder):
     (of_step(folder, 20) / "__0_0.distcp").unlink()
     (of_step(folder, 20) / ".metadata").unlink()
     stated = refusal(of_step(folder, 20))
     assert "found a file that cannot be read (No such file or directory) (1 more files are damaged)" in stated
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(folder):
+def test_load_rejects_checkpoint_renamed_to_another_step(folder):
     shutil.rmtree(of_step(folder, 20))
     of_step(folder, 10).rename(of_step(folder, 20))
     assert "expected the manifest of step 20, found that of step 10" in refusal(of_step(folder, 20))
 
 
-def test_a_checkpoint_may_be_copied_to_a_name_of_its_own(folder, tmp_path):
+def test_load_accepts_checkpoint_copied_to_a_custom_name(folder, tmp_path):
     copied = shutil.copytree(of_step(folder, 10), tmp_path / "best")
     assert_same(loaded(copied), loaded(of_step(folder, 10)))
 
 
 @pytest.mark.parametrize("name", ["step-000000020", "best"])
-def test_without_its_manifest_it_is_no_checkpoint(folder, name):
+def test_load_rejects_checkpoint_without_manifest(folder, name):
     checkpoint = of_step(folder, 20).rename(folder / name)
     (checkpoint / "manifest.json").unlink()
     assert "manifest.json: expected the manifest of a complete checkpoint, found none" in refusal(checkpoint)
 
 
-def test_a_manifest_that_was_edited_is_refused(folder):
+def test_load_rejects_edited_manifest(folder):
     path = of_step(folder, 20) / "manifest.json"
     path.write_text(path.read_text().replace('"world": 2', '"world": 3'))
     assert re.search(r"manifest.json: expected the checksum [0-9a-f]{32}, found [0-9a-f]{32}", refusal(path.parent))
 
 
-def test_a_manifest_of_another_format_is_refused(folder, monkeypatch):
+def test_load_rejects_manifest_of_another_format(folder, monkeypatch):
     checkpoint = of_step(folder, 20)
     manifest = Manifest.read(checkpoint)
     monkeypatch.setattr("fullshard.checkpoint.manifest.FORMAT", 2)
@@ -217,11 +217,11 @@ def test_a_manifest_of_another_format_is_refused(folder, monkeypatch):
     assert "expected a manifest of format 1, found one of a different version" in refusal(checkpoint)
 
 
-def test_a_folder_without_checkpoints_is_an_error(tmp_path):
+def test_load_from_folder_without_checkpoints_raises(tmp_path):
     assert "found no complete checkpoint there" in refusal(tmp_path / "nowhere")
 
 
-# -- falling back -----------------------------------------------------------------------------------------------------
+# -- fallback ---------------------------------------------------------------------------------------------------------
 
 
 def load_on_ranks(folder: Path) -> tuple[int, list[str], dict[str, Tensor]]:
@@ -238,7 +238,7 @@ def load_on_ranks(folder: Path) -> tuple[int, list[str], dict[str, Tensor]]:
     return restored.step, stated, {name: whole(param) for name, param in model.named_parameters()}
 
 
-def test_the_newest_intact_one_is_loaded_and_the_damaged_one_named(folder):
+def test_load_falls_back_to_newest_intact_checkpoint_and_warns(folder):
     path = of_step(folder, 20) / "__1_0.distcp"
     os.truncate(path, 100)
     expected = {name: value for name, value in loaded(of_step(folder, 10)).items() if "'" not in name}
@@ -251,7 +251,7 @@ def test_the_newest_intact_one_is_loaded_and_the_damaged_one_named(folder):
     assert_same([first[2], second[2]], [expected, expected])
 
 
-def test_if_none_is_intact_each_is_named(folder):
+def test_load_error_names_every_damaged_checkpoint(folder):
     for step in STEPS:
         (of_step(folder, step) / ".metadata").unlink()
     stated = refusal(folder)
@@ -263,7 +263,7 @@ def test_if_none_is_intact_each_is_named(folder):
 
 
 class Other(nn.Module):
-    """`Chain` with one parameter more, one less, and one of a different shape."""
+    """`Chain` with one additional parameter, one missing parameter, and a head of a different shape."""
 
     def __init__(self, head: int) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class Other(nn.Module):
 
 
 @on_new_ranks(2)
-def test_another_model_is_one_error_with_all_fqns_on_every_rank(written):
+def test_load_into_another_model_raises_all_fqns_on_every_rank(written):
     model = fully_shard(Other(head=4))
     optimizer = torch.optim.SGD(model.parameters())
     before = {name: whole(param) for name, param in model.named_parameters()}
@@ -292,8 +292,8 @@ def test_another_model_is_one_error_with_all_fqns_on_every_rank(written):
 
 
 @on_new_ranks(2)
-def test_a_misfit_on_one_rank_is_an_error_on_every_rank(written):
-    """Only one rank asks for something that is not there."""
+def test_mismatch_on_one_rank_raises_on_every_rank(written):
+    """Only one rank requests a scheduler, which the checkpoint does not have."""
     model = marked()
     scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1) if torch.distributed.get_rank() else None
     with pytest.raises(CheckpointError) as caught:
@@ -303,7 +303,7 @@ def test_a_misfit_on_one_rank_is_an_error_on_every_rank(written):
     assert "rank 1: the checkpoint does not fit; it has no scheduler" in first
 
 
-def test_states_of_another_shape_are_refused(written):
+def test_load_rejects_optimizer_state_of_another_shape(written):
     model = marked()
     optimizer = sgd(model)
     model(inputs()).sum().backward()
@@ -315,7 +315,7 @@ def test_states_of_another_shape_are_refused(written):
         load(of_step(written, 20), model=model, optimizer=optimizer)
 
 
-def test_many_misfits_are_counted(written):
+def test_load_error_counts_many_mismatches(written):
     with pytest.raises(CheckpointError, match=r"missing in it: (0\.\S+, ){19}0\.\S+ and 4 more"):
         load(of_step(written, 20), model=nn.Sequential(nn.Sequential(*[nn.Linear(2, 2) for _ in range(12)])))
 
@@ -324,7 +324,7 @@ def test_many_misfits_are_counted(written):
 
 
 class Evil:
-    """Runs code when it is read back by pickle."""
+    """Runs code when pickle loads it."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -334,7 +334,7 @@ class Evil:
 
 
 def forge(checkpoint: Path, name: str, data: bytes) -> None:
-    """Change a file, and the manifest with it, as an attacker could."""
+    """Change a file and its checksum in the manifest, as an attacker could."""
     from xxhash import xxh3_128
 
     (checkpoint / name).write_bytes(data)
@@ -344,7 +344,7 @@ def forge(checkpoint: Path, name: str, data: bytes) -> None:
     (checkpoint / "manifest.json").write_text(forged.dumps())
 
 
-def test_metadata_that_would_run_code_is_refused_though_its_checksum_is_right(folder, tmp_path):
+def test_metadata_that_runs_code_is_rejected_despite_valid_checksum(folder, tmp_path):
     proof = tmp_path / "proof"
     forge(of_step(folder, 20), ".metadata", pickle.dumps(Evil(proof)))
     stated = refusal(of_step(folder, 20))
@@ -352,7 +352,7 @@ def test_metadata_that_would_run_code_is_refused_though_its_checksum_is_right(fo
     assert not proof.exists()
 
 
-def test_metadata_that_refers_to_files_outside_is_refused(folder):
+def test_metadata_with_paths_outside_the_folder_is_rejected(folder):
     checkpoint = of_step(folder, 20)
     data = (checkpoint / ".metadata").read_bytes()
     forge(checkpoint, ".metadata", data.replace(b"__1_0.distcp", b"/etc/passwd0"))
@@ -360,14 +360,14 @@ def test_metadata_that_refers_to_files_outside_is_refused(folder):
 
 
 @pytest.mark.parametrize("data", [b"", b"no pickle", pickle.dumps([1, 2])])
-def test_metadata_that_is_something_else_is_refused(folder, data):
+def test_invalid_metadata_is_rejected(folder, data):
     forge(of_step(folder, 20), ".metadata", data)
     assert "expected the metadata of a checkpoint, found something else" in refusal(of_step(folder, 20))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_value_that_would_run_code_is_refused(tmp_path):
-    """In a checkpoint written by torch alone, where such a value is possible."""
+def test_stored_value_that_runs_code_is_rejected(tmp_path):
+    """The checkpoint is written by torch.distributed.checkpoint, which can store such a value."""
     model, proof = marked(), tmp_path / "proof"
     groups = [{"lr": Evil(proof), "params": [name for name, _ in model.named_parameters()]}]
     state = {"model": model.state_dict(), "optim": {"state": {}, "param_groups": groups}}
@@ -393,7 +393,7 @@ def test_a_value_that_would_run_code_is_refused(tmp_path):
     ],
     ids=["extra", "data", "scheduler"],
 )
-def test_what_could_not_be_read_back_is_refused_when_it_is_saved(what, stated, tmp_path):
+def test_save_rejects_values_that_load_cannot_read(what, stated, tmp_path):
     with pytest.raises(CheckpointError, match=stated):
         save(tmp_path, model=marked(), step=1, **what)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Checkpoints written by torch open here, and ours open in torch."""
+"""fullshard loads checkpoints of torch.distributed.checkpoint, and torch loads checkpoints of fullshard."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class AppState(Stateful):
 
 
 def write_as_torch_does(folder: Path) -> list[float]:
-    """Three layouts that scripts have: sections of their choice, torch's recipe, and a flat one. The losses after."""
+    """Save three common layouts: custom sections, torch's recipe, and a flat state dict. Return the next losses."""
     model, optimizer = build(their_fully_shard)
     fit(model, optimizer, range(2))
     state, optim_state = get_state_dict(model, optimizer)
@@ -108,7 +108,7 @@ def read_what_torch_wrote(folder: Path) -> list[list[float]]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_torch_checkpoints_may_have_names_like_ours(tmp_path):
+def test_load_finds_newest_torch_checkpoint_named_like_a_step(tmp_path):
     for step in (9, 10):
         state = {name: value + step for name, value in nn.Linear(2, 2).state_dict().items()}
         dcp.save({"model": state}, checkpoint_id=tmp_path / f"step-{step}")
@@ -118,7 +118,7 @@ def test_torch_checkpoints_may_have_names_like_ours(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_torch_has_written_opens_here(tmp_path):
+def test_load_reads_torch_dcp_checkpoints(tmp_path):
     expected = run_ranks(2, write_as_torch_does, tmp_path)[0]
     for world in (2, 3):
         for layouts in run_ranks(world, read_what_torch_wrote, tmp_path):
@@ -147,7 +147,7 @@ def read_ours_as_torch_does(folder: Path) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_what_we_have_written_opens_in_torch(tmp_path):
+def test_torch_dcp_reads_fullshard_checkpoint(tmp_path):
     expected = run_ranks(2, write_own, tmp_path)[0]
     for losses in run_ranks(3, read_ours_as_torch_does, tmp_path):
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -162,7 +162,7 @@ VALID_STRIDES = [(), (None,), ((2, 1),), ((0, 0),)]
 
 
 @pytest.mark.parametrize("strides", [*VALID_STRIDES, ((-2, 1),), (7,), ("no",), ((2, 1), (2, 1))], ids=str)
-def test_metadata_with_and_without_strides_is_read(strides, tmp_path, monkeypatch):
+def test_metadata_loads_with_or_without_valid_strides(strides, tmp_path, monkeypatch):
     """Since torch 2.15, metadata has the strides of tensors."""
     as_here = TensorProperties.__getstate__
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*as_here(self)[:5], *strides))

@@ -1,4 +1,4 @@
-"""Checkpoints load into any world size and strategy, bit for bit, and the run continues as it would have."""
+"""Checkpoints load bitwise into any world size and strategy, and the run resumes with the same losses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build(strategy: str, seed: int = 0) -> tuple[SmallGPT, torch.optim.Optimizer
 
 
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
-    """Return losses of some steps; every rank has the same batch."""
+    """Return the losses of `steps`. Every rank has the same batch."""
     losses = []
     for step in steps:
         losses.append(take_step(optimizer, loss_of(model, batch(step, sequences=2))))
@@ -92,8 +92,8 @@ def check(sources: dict[int, tuple[str, ...]], targets: dict[int, list[tuple[Sou
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_under_any_strategy_at_any_world_size(tmp_path):
-    """Every source at every world size; strategies take turns."""
+def test_run_resumes_under_any_strategy_at_any_world_size(tmp_path):
+    """Load every source at every world size. The target strategies alternate."""
     sources = [(world, strategy) for world, strategies in FEW.items() for strategy in strategies]
     targets = {
         world: [(source, strategies[(i + world) % len(strategies)]) for i, source in enumerate(sources)]
@@ -104,8 +104,8 @@ def test_a_run_goes_on_under_any_strategy_at_any_world_size(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_strategy_and_world_size_into_every_other(tmp_path):
-    """All combinations of any two among both strategies and both world sizes are covered."""
+def test_checkpoint_loads_across_pairs_of_strategies_and_world_sizes(tmp_path):
+    """Cover all pairs among saved strategy, saved world size, loaded strategy and loaded world size."""
 
     def exists(world: int, strategy: str, new_world: int, new_strategy: str) -> bool:
         return strategy in STRATEGIES[world] and new_strategy in STRATEGIES[new_world]
@@ -124,8 +124,8 @@ def whole_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_tensor_parallelism_is_no_part_of_a_checkpoint(tmp_path):
-    """Saved by 2 x 2 ranks, loaded by as many in other ways, and the other way round."""
+def test_checkpoint_is_independent_of_tensor_parallelism(tmp_path):
+    """Save with a 2 x 2 mesh, load without tensor parallelism on 4 ranks, and vice versa."""
     mesh = mesh_of(2, 2)
     built = {
         "2 x 2": lambda: shard_stack(parallel(mesh["tp"], sequence=False), mesh["shard"]),

@@ -1,4 +1,4 @@
-"""Files that somebody else may have written: each is read as a valid one or refused, and nothing is run or blocked."""
+"""Untrusted files are loaded as valid files or rejected. They never execute code and never block the program."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints of ours. Not to be changed."""
+    """Two fullshard checkpoints. Tests must not modify them."""
     folder = tmp_path_factory.mktemp("written")
     for step in (1, 2):
         torch.manual_seed(step)
@@ -74,7 +74,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy that tests may damage."""
     return shutil.copytree(written, tmp_path / "copy")
 
 
@@ -94,7 +94,7 @@ def trap(*args: Any, **kwargs: Any) -> Any:
 
 
 class Trap:
-    """A stand-in for a class of the process that an attacker would change."""
+    """A stand-in for a class in this process that an attacker would modify."""
 
     __slots__ = ("slot",)
     shared = "as it was"
@@ -136,9 +136,7 @@ ATTACKS = [
     *(named(*each_global) for each_global in GLOBALS),
     *(named(*each_global) + b")R" for each_global in GLOBALS),
     *(named(*each_global) + b")\x81" for each_global in GLOBALS),
-    *(
-        named(*each_global) + b"N" + SLOTS + b"\x86b" for each_global in GLOBALS
-    ),  # the state of slots, for the class itself
+    *(named(*each_global) + b"N" + SLOTS + b"\x86b" for each_global in GLOBALS),  # slot state, set on the class itself
     *(named(*each_global) + SLOTS + b"b" for each_global in GLOBALS),
     *(named(*each_global) + b")\x81" + SLOTS + b"b" for each_global in GLOBALS),
     b"cos\nsystem\n(" + text("true") + b"tR",
@@ -164,7 +162,7 @@ ATTACKS = [
 
 
 def mutated(data: bytes, draw: random.Random) -> bytes:
-    """`data` with some opcodes, or bytes, removed, repeated, replaced or put in."""
+    """Return `data` with some opcodes or bytes removed, repeated, replaced or inserted."""
     for _ in range(draw.randrange(1, 4)):
         start, stop = sorted((draw.randrange(len(data)), draw.randrange(len(data))))
         kind = draw.randrange(6)
@@ -185,7 +183,7 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 def what_classes_have() -> dict[str, dict[str, int]]:
-    """The attributes of every class and module that a checkpoint's metadata can name, or that an attack names."""
+    """Return the attributes of every class and module that checkpoint metadata or an attack can name."""
     modules = ["torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", __name__]
     found: dict[str, dict[str, int]] = {}
     for name in [*modules, "torch", "torch.serialization", "collections", "pathlib", "os", "builtins"]:
@@ -198,7 +196,7 @@ def what_classes_have() -> dict[str, dict[str, int]]:
 
 
 def is_plain(value: Any) -> bool:
-    """True if `value` is metadata whose parts all have the types that torch gives them."""
+    """Return whether `value` is metadata in which all fields have the types that torch writes."""
     return (
         type(value) is Metadata
         and all(type(key) is str and is_plain_entry(item) for key, item in value.state_dict_metadata.items())
@@ -226,7 +224,7 @@ def is_plain_entry(entry: Any) -> bool:
 
 
 def count_refused(data: bytes, cases: int, seed: int) -> int:
-    """How many of the cases were refused; the others are valid metadata."""
+    """Return how many of the cases were rejected. The others are valid metadata."""
     draw, before, refused = random.Random(seed), what_classes_have(), 0
     modules = set(sys.modules)
     CALLS.clear()
@@ -242,21 +240,21 @@ def count_refused(data: bytes, cases: int, seed: int) -> int:
     return refused
 
 
-def test_hostile_metadata_is_refused_or_plain_and_changes_nothing(written):
+def test_mutated_metadata_is_rejected_or_valid_without_side_effects(written):
     data = (newest(written) / ".metadata").read_bytes()
     assert is_plain(metadata_file.loads(data))
     assert count_refused(data, cases=3000, seed=0) > 2000
 
 
 @pytest.mark.slow
-def test_the_same_for_many_more_files(written):
+def test_mutated_metadata_of_every_pickle_protocol_is_rejected_or_valid(written):
     for protocol in range(2, 6):
         data = pickle.dumps(pickle.loads((newest(written) / ".metadata").read_bytes()), protocol=protocol)
         assert is_plain(metadata_file.loads(data))
         assert count_refused(data, cases=3000, seed=protocol) > 1800
 
 
-def test_each_attack_by_itself_is_refused(written):
+def test_every_pickle_attack_is_rejected(written):
     before = what_classes_have()
     CALLS.clear()
     for attack in ATTACKS:
@@ -266,8 +264,8 @@ def test_each_attack_by_itself_is_refused(written):
     assert what_classes_have() == before
 
 
-def test_an_attack_on_classes_does_not_disturb_later_loads(folder):
-    """Setting the state of slots on a class is the way to modify one through an allow list."""
+def test_attack_on_class_slots_does_not_affect_later_loads(folder):
+    """Slot state that is set on a class would modify the class, even if an allow list restricts the classes."""
     kind = named("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata")
     forge(newest(folder), ".metadata", b"\x80\x04" + kind + b"N" + SLOTS + b"\x86b.")
     assert load(folder, model=model()).step == 1
@@ -278,7 +276,7 @@ def test_an_attack_on_classes_does_not_disturb_later_loads(folder):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_what_torch_has_written_is_read_as_torch_reads_it(protocol, tmp_path):
+def test_metadata_reader_matches_pickle_for_torch_checkpoints(protocol, tmp_path):
     state = {"a": {"b": torch.ones(2, 3), "c": torch.tensor(1, dtype=torch.int8)}, "d": [1, {"e": 2.5}], "f": "x"}
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
     peer = pickle.loads((tmp_path / "theirs" / ".metadata").read_bytes())
@@ -287,11 +285,11 @@ def test_what_torch_has_written_is_read_as_torch_reads_it(protocol, tmp_path):
     assert own == peer
 
 
-# -- parts cover every tensor exactly ---------------------------------------------------------------------------------
+# -- chunks cover every tensor exactly once ---------------------------------------------------------------------------
 
 
 def counted(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """True if every element is in one box, by looking at each."""
+    """Return whether every element is in exactly one box, by counting per element."""
     times = torch.zeros(shape, dtype=torch.int64)
     for offsets, sizes in boxes:
         times[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] += 1
@@ -300,7 +298,7 @@ def counted(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """Draw a tensor that is cut repeatedly. Parts may then be lost, repeated, moved or resized."""
+    """Draw a tensor that is split repeatedly. Chunks may then be lost, repeated, moved or resized."""
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
     boxes = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 5)) if shape else 0):
@@ -326,12 +324,12 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int,
 
 @given(cut_tensors())
 @settings(max_examples=300, deadline=None)
-def test_parts_are_accepted_just_if_each_element_is_in_one(case):
+def test_chunks_are_valid_only_if_each_element_is_covered_once(case):
     shape, boxes = case
     assert (uncovered(shape, boxes) is None) == counted(shape, boxes)
 
 
-def test_the_cost_is_proportional_to_the_number_of_parts():
+def test_coverage_check_scales_to_many_chunks_and_dims():
     many = 50_000
     assert uncovered((many, 2), (((row, 0), (1, 2)) for row in range(many))) is None
     assert uncovered((2, many), (((0, column), (2, 1)) for column in range(many))) is None
@@ -353,7 +351,7 @@ def halve(metadata: Metadata, key: str) -> None:
 
 
 def repeat(metadata: Metadata, key: str) -> None:
-    """Store one part of `key` twice."""
+    """Store one chunk of `key` twice."""
     entry = metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     entry.chunks.append(entry.chunks[0])
@@ -363,7 +361,7 @@ def repeat(metadata: Metadata, key: str) -> None:
 @pytest.mark.parametrize("edit", [halve, repeat])
 @pytest.mark.parametrize("key", ["model.0.weight", "optimizer.state.1.weight.exp_avg"])
 @pytest.mark.parametrize("peer", [False, True])
-def test_metadata_without_a_part_is_refused_before_anything_is_overwritten(edit, key, peer, folder):
+def test_missing_or_repeated_chunks_are_rejected_before_loading(edit, key, peer, folder):
     own = model()
     optimizer = torch.optim.AdamW(own.parameters())
     own(torch.ones(1, 3)).sum().backward()
@@ -384,8 +382,8 @@ def test_metadata_without_a_part_is_refused_before_anything_is_overwritten(edit,
     assert all((param == 7).all() for param in fresh.parameters())
 
 
-def test_sizes_without_stored_bytes_are_refused(folder):
-    """Claimed sizes of a file alone never allocate memory."""
+def test_tensor_sizes_without_stored_bytes_are_rejected(folder):
+    """A size that a file only claims never causes an allocation."""
 
     def grow(metadata: Metadata) -> None:
         entry = metadata.state_dict_metadata["model.0.weight"]
@@ -409,7 +407,7 @@ JSON = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value within a JSON document."""
+    """Yield the path of every value in a JSON document."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -427,14 +425,14 @@ def put(document: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def resealed(document: Any) -> bytes:
-    """`document` with the checksum that its content has."""
+    """Return `document` with the checksum of its current content."""
     if isinstance(document, dict) and "checksum" in document and "content" in document:
         document["checksum"] = manifests._checksum(document["content"])
     return json.dumps(document).encode("utf-8", "surrogatepass")
 
 
 def check_run_goes_on(folder: Path) -> None:
-    """Check that for any newest manifest there is an intact older checkpoint, and that the next save is the newest."""
+    """Check that a checkpoint loads whatever the newest manifest contains, and that the next save is the newest."""
     try:
         Manifest.read(newest(folder))
         is_valid = True
@@ -459,7 +457,7 @@ def check_run_goes_on(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @given(data=st.data())
 @settings(max_examples=120, deadline=None)
-def test_any_value_at_any_place_of_a_manifest_is_valid_or_refused(data, written, tmp_path_factory):
+def test_fuzzed_manifest_is_valid_or_rejected(data, written, tmp_path_factory):
     logging.getLogger("fullshard").setLevel(logging.ERROR)
     folder = shutil.copytree(written, tmp_path_factory.mktemp("any") / "copy")
     path = newest(folder) / MANIFEST
@@ -492,7 +490,7 @@ def test_any_value_at_any_place_of_a_manifest_is_valid_or_refused(data, written,
         ("id", []),
     ],
 )
-def test_a_field_that_no_manifest_has_is_refused(field, value, folder):
+def test_invalid_manifest_field_is_rejected(field, value, folder):
     path = newest(folder) / MANIFEST
     path.write_bytes(resealed(put(json.loads(path.read_text()), ("content", field), value)))
     with pytest.raises(CheckpointError, match=r"manifest\.json: expected "):
@@ -504,8 +502,8 @@ def test_a_field_that_no_manifest_has_is_refused(field, value, folder):
 
 
 @pytest.mark.parametrize("kind", [TensorStorageMetadata, BytesStorageMetadata])
-def test_an_entry_that_expands_is_refused_before_it_takes_memory(kind, folder):
-    """A compressed record of 64 KB can take 64 MB, and one of 1 GB all memory."""
+def test_compressed_archive_entry_is_rejected_before_allocation(kind, folder):
+    """A compressed record of 64 KB can expand to 64 MB, and one of 1 GB can exhaust all memory."""
     checkpoint = newest(folder)
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     of_kind = {key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, kind)}
@@ -539,7 +537,7 @@ def theirs(folder: Path, kind: Any = torch.optim.AdamW) -> tuple[nn.Module, torc
 
 
 def read_theirs(folder: Path, kind: Any = torch.optim.AdamW) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Load `folder` into other objects."""
+    """Load `folder` into a new model and optimizer."""
     own = model()
     optimizer = kind(own.parameters())
     load(folder, model=own, optimizer=optimizer)
@@ -559,8 +557,8 @@ def store_instead(folder: Path, key: str, value: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_flipped_bit_in_torchs_own_checkpoint_is_an_error_or_without_effect(tmp_path):
-    """For any bit. torch.load does not compare checksums."""
+def test_bit_flip_in_torch_checkpoint_raises_or_has_no_effect(tmp_path):
+    """Any bit may flip. torch.load does not compare checksums."""
     saved, optimizer = theirs(tmp_path)
     path = tmp_path / "__0_0.distcp"
     data, draw = path.read_bytes(), random.Random(0)
@@ -576,7 +574,7 @@ def test_a_flipped_bit_in_torchs_own_checkpoint_is_an_error_or_without_effect(tm
 
 
 class ShortReads(io.FileIO):
-    """A file whose system returns fewer bytes than requested, as network file systems may."""
+    """A file that returns fewer bytes than requested, as network file systems may do."""
 
     def readinto(self, buffer: Any) -> int:
         return super().readinto(memoryview(buffer)[: len(buffer) // 2 or 1]) or 0
@@ -584,7 +582,7 @@ class ShortReads(io.FileIO):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["direct", "cast"])
-def test_short_reads_are_not_damage(dtype, folder, tmp_path, monkeypatch):
+def test_load_handles_short_reads(dtype, folder, tmp_path, monkeypatch):
     saved, _ = theirs(tmp_path / "theirs")
     own = model()
     load(newest(folder), model=own)
@@ -596,7 +594,7 @@ def test_short_reads_are_not_damage(dtype, folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_torchs_own_checkpoints_may_be_without_checksums(tmp_path):
+def test_load_accepts_torch_checkpoints_without_checksums(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
         saved, _ = theirs(tmp_path)
@@ -612,7 +610,7 @@ def test_torchs_own_checkpoints_may_be_without_checksums(tmp_path):
     ids=["longer", "of more dims", "wider", "sparse", "dict", "number", "nothing"],
 )
 @pytest.mark.parametrize("key", ["model.0.bias", "optim.state.0.bias.exp_avg"])
-def test_a_stored_value_other_than_the_metadata_describes_is_refused(key, value, tmp_path):
+def test_stored_value_that_contradicts_metadata_is_rejected(key, value, tmp_path):
     theirs(tmp_path)
     store_instead(tmp_path, key, value)
     with pytest.raises(
@@ -641,8 +639,8 @@ STEPPED = [
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("optimizer", STEPPED)
-def test_a_missing_state_is_refused_before_anything_is_loaded(optimizer, tmp_path):
-    """Without all of its states, a parameter is one that has not been stepped."""
+def test_missing_optimizer_state_is_rejected_before_loading(optimizer, tmp_path):
+    """A parameter may lack all of its states, since it may never have been stepped, but not some of them."""
     _, saved = theirs(tmp_path / "whole", optimizer)
     assert_same(read_theirs(tmp_path / "whole", optimizer)[1].state_dict(), saved.state_dict())
     states = dict(zip(["0.weight", "0.bias"], saved.state.values(), strict=False))
@@ -663,7 +661,7 @@ def test_a_missing_state_is_refused_before_anything_is_loaded(optimizer, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("value", [2.5, None, "0.weight", [0, 1, 2, 3], {"0.weight": 1}])
-def test_parameter_groups_without_names_are_refused(value, tmp_path):
+def test_parameter_groups_without_fqns_are_rejected(value, tmp_path):
     theirs(tmp_path)
     store_instead(tmp_path, "optim.param_groups.0.params", value)
     with pytest.raises(CheckpointError, match="expected FQNs as the params of a parameter group, found"):
@@ -672,14 +670,14 @@ def test_parameter_groups_without_names_are_refused(value, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("name", ["lr", "params"])
-def test_a_tensor_in_place_of_an_option_is_refused(name, tmp_path):
+def test_tensor_in_place_of_optimizer_option_is_rejected(name, tmp_path):
     theirs(tmp_path)
     store_instead(tmp_path, f"optim.param_groups.0.{name}", torch.ones(4))
     with pytest.raises(CheckpointError, match=rf"'optim.param_groups.0.{name}' is a tensor, but its metadata"):
         read_theirs(tmp_path)
 
 
-# -- configurations ----------------------------------------------------------------------------------------------------
+# -- special files -----------------------------------------------------------------------------------------------------
 
 
 def replace_by_special(path: Path, kind: str) -> None:
@@ -698,7 +696,7 @@ SPECIAL = ("fifo", "device", "folder")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("name", [MANIFEST, ".metadata", "__0_0.distcp"])
-def test_special_files_in_a_checkpoint_are_refused_at_once(name, kind, folder, capsys):
+def test_special_files_in_checkpoint_are_rejected_immediately(name, kind, folder, capsys):
     replace_by_special(newest(folder) / name, kind)
     with pytest.raises(CheckpointError, match="expected a regular file, but it is a "):
         load(newest(folder), model=model())
@@ -712,7 +710,7 @@ def test_special_files_in_a_checkpoint_are_refused_at_once(name, kind, folder, c
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_special_files_in_torchs_own_checkpoints_are_refused_at_once(name, kind, tmp_path):
+def test_special_files_in_torch_checkpoint_are_rejected_immediately(name, kind, tmp_path):
     dcp.save({"model": model().state_dict()}, checkpoint_id=tmp_path / "theirs")
     replace_by_special(tmp_path / "theirs" / name, kind)
     with pytest.raises(CheckpointError, match="expected a regular file, but it is a "):
@@ -722,7 +720,7 @@ def test_special_files_in_torchs_own_checkpoints_are_refused_at_once(name, kind,
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "checksums.json"])
-def test_special_files_among_safetensors_are_refused_at_once(name, kind, tmp_path):
+def test_special_files_in_safetensors_folder_are_rejected_immediately(name, kind, tmp_path):
     save_file(model().state_dict(), tmp_path / "model.safetensors")
     weight_map = dict.fromkeys(model().state_dict(), "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -737,7 +735,7 @@ def test_special_files_among_safetensors_are_refused_at_once(name, kind, tmp_pat
 @pytest.mark.parametrize(
     "name", ["latest", "tag/zero_pp_rank_0_mp_rank_00_optim_states.pt", "tag/mp_rank_00_model_states.pt"]
 )
-def test_special_files_in_deepspeeds_checkpoints_are_refused_at_once(name, kind, tmp_path):
+def test_special_files_in_deepspeed_checkpoint_are_rejected_immediately(name, kind, tmp_path):
     (tmp_path / "tag").mkdir()
     (tmp_path / "latest").write_text("tag")
     torch.save({"module": {}}, tmp_path / "tag" / "mp_rank_00_model_states.pt")
@@ -749,7 +747,7 @@ def test_special_files_in_deepspeeds_checkpoints_are_refused_at_once(name, kind,
 
 @settings(max_examples=100, deadline=None)
 @given(content=st.binary(max_size=40) | st.sampled_from([b"../tag", b"/etc", b"", b"a/../../b", ESCAPES.encode()]))
-def test_a_tag_stays_within_its_folder(content, tmp_path_factory):
+def test_deepspeed_tag_cannot_leave_its_folder(content, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tags")
     (folder / "latest").write_bytes(content)
     try:
@@ -764,14 +762,14 @@ def test_a_tag_stays_within_its_folder(content, tmp_path_factory):
 @pytest.mark.parametrize(
     "states", [[], None, {}, {"partition_count": None}, {"partition_count": []}, {"partition_count": "1"}]
 )
-def test_states_of_deepspeed_of_another_form_are_refused(states, tmp_path):
+def test_malformed_deepspeed_states_are_rejected(states, tmp_path):
     torch.save({"module": {}}, tmp_path / "mp_rank_00_model_states.pt")
     torch.save({"optimizer_state_dict": states}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     with pytest.raises(CheckpointError):
         import_deepspeed(tmp_path, tmp_path / "out")
 
 
-def test_a_state_of_deepspeed_that_expands_is_refused_before_it_takes_memory(tmp_path):
+def test_compressed_deepspeed_state_is_rejected_before_allocation(tmp_path):
     file = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"optimizer_state_dict": {}}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     torch.save({"module": {}}, file)
@@ -782,7 +780,7 @@ def test_a_state_of_deepspeed_that_expands_is_refused_before_it_takes_memory(tmp
 
 
 @pytest.mark.timeout(60)
-def test_a_fifo_in_place_of_a_ranks_log_does_not_block_the_run(tmp_path, caplog):
+def test_fifo_in_place_of_rank_log_does_not_block(tmp_path, caplog):
     path = path_of(tmp_path, 0)
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
@@ -792,7 +790,7 @@ def test_a_fifo_in_place_of_a_ranks_log_does_not_block_the_run(tmp_path, caplog)
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_a_special_file_in_place_of_a_model_configuration_is_refused_at_once(kind, tmp_path):
+def test_special_file_as_model_config_is_rejected_immediately(kind, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text("{}")
     replace_by_special(tmp_path / "config.json", kind)
@@ -801,8 +799,8 @@ def test_a_special_file_in_place_of_a_model_configuration_is_refused_at_once(kin
 
 
 @pytest.mark.timeout(60)
-def test_a_file_that_is_replaced_while_it_is_opened_does_not_block(tmp_path, monkeypatch):
-    """Between the check of the name and the opening of the file."""
+def test_file_replaced_by_fifo_during_open_does_not_block(tmp_path, monkeypatch):
+    """The file is replaced between the check of its name and its opening."""
     path = tmp_path / "file"
     path.write_bytes(b"x")
     before = os.stat(path)
@@ -812,14 +810,14 @@ def test_a_file_that_is_replaced_while_it_is_opened_does_not_block(tmp_path, mon
         open_regular(path)
 
 
-def test_sizes_are_bounded(tmp_path):
+def test_read_regular_limits_file_size(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345")
     assert read_regular(path, limit=5) == b"12345"
     with pytest.raises(OSError, match="at most 4 bytes, but it has 5"):
         read_regular(path, limit=4)
     with path.open("r+b") as file:
-        file.truncate(1 << 40)  # a file with a hole, which takes no room on the disk
+        file.truncate(1 << 40)  # a sparse file, which takes no space on the disk
     with pytest.raises(OSError, match="at most"):
         read_regular(path, limit=1 << 20)
 
@@ -849,7 +847,7 @@ _YAML = [_DEEP, _LONG, "a: 2026-13-45", "a: !!timestamp x", "!!int ''", "!!bool 
     ],
     ids=["train, YAML", "train, TOML", "accelerate", "deepspeed", "hardware", "model", "metrics"],
 )
-def test_a_configuration_that_no_parser_accepts_is_refused(read, name, texts, tmp_path):
+def test_unparsable_configuration_is_rejected(read, name, texts, tmp_path):
     for text in texts:
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError):
@@ -858,7 +856,7 @@ def test_a_configuration_that_no_parser_accepts_is_refused(read, name, texts, tm
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["num_hidden_layers", "text_config"])
-def test_a_model_of_too_many_layers_is_refused_before_it_is_made(name, tmp_path):
+def test_model_with_too_many_layers_is_rejected_before_construction(name, tmp_path):
     pytest.importorskip("transformers")
     value = {"num_hidden_layers": 10**9} if name == "text_config" else 10**9
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", name: value}))
@@ -866,11 +864,11 @@ def test_a_model_of_too_many_layers_is_refused_before_it_is_made(name, tmp_path)
         transformers_subject(tmp_path / "config.json", 8)
 
 
-# -- what is printed --------------------------------------------------------------------------------------------------
+# -- printed output ---------------------------------------------------------------------------------------------------
 
 
 @given(st.text())
-def test_only_printable_text_reaches_a_terminal(text):
+def test_shown_returns_only_printable_text(text):
     assert shown(text).isprintable()
     assert all(line.isprintable() for line in shown(text, lines=True).split("\n"))
     assert text.isprintable() == (shown(text) == text)
@@ -890,7 +888,7 @@ def test_escape_sequences_in_files_are_not_printed(command, tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
 def test_escape_sequences_in_files_are_not_in_error_messages(kind, tmp_path):
-    """Python prints the message of an error that nobody catches as it is."""
+    """Python prints the message of an uncaught exception unmodified."""
     name = f"w{ESCAPES}"
     dcp.save({"model": {name: torch.ones(2)}}, checkpoint_id=tmp_path / name)
     save_file({name: torch.ones(2)}, tmp_path / "weights.safetensors")
@@ -902,6 +900,6 @@ def test_escape_sequences_in_files_are_not_in_error_messages(kind, tmp_path):
     assert all(line.isprintable() for line in str(refused.value).split("\n"))
 
 
-def test_messages_of_errors_keep_their_lines():
+def test_error_messages_keep_line_breaks():
     assert str(CheckpointError("one\n  two\x1b[31m")) == "one\n  two\\x1b[31m"
     assert str(DiskError("one\x1b[31m")) == "one\\x1b[31m"

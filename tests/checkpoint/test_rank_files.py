@@ -1,4 +1,4 @@
-"""A file that one rank has pickled is loaded by that rank, and refused by others, whose shards are not in it."""
+"""A rank loads a file that it pickled itself. Other ranks reject it, because it does not contain their shards."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def load_anothers(options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "zero2"}])
-def test_another_ranks_file_is_refused_with_the_remedy(options):
+def test_load_state_dict_rejects_file_of_another_rank(options):
     first, second = run_ranks(2, load_anothers, options)
     assert first == ["", ""]
     assert all(second), [stated[:60] for stated in second]
@@ -82,7 +82,7 @@ def test_another_ranks_file_is_refused_with_the_remedy(options):
 
 
 def load_anothers_states(options: dict[str, Any]) -> list[str]:
-    """Return this rank's errors about rank 0's optimizer state: by an optimizer before its first step, and after."""
+    """Return this rank's errors about rank 0's optimizer state, before and after the first step of the optimizer."""
     model, optimizer = built(**options)
     data, stated = of_rank(0, dumped(optimizer.state_dict())), []
     for steps in (0, 1):
@@ -103,7 +103,7 @@ def load_anothers_states(options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "zero2"}])
-def test_another_ranks_optimizer_state_is_refused_with_the_remedy(options):
+def test_optimizer_rejects_state_of_another_rank(options):
     first, second = run_ranks(2, load_anothers_states, options)
     assert first == ["", ""]
     for stated in second:
@@ -112,7 +112,7 @@ def test_another_ranks_optimizer_state_is_refused_with_the_remedy(options):
 
 
 @on_ranks(2)
-def test_a_ranks_own_file_is_loaded():
+def test_load_state_dict_accepts_file_of_the_same_rank():
     """Check that a rank can still use its own state: files, copies, and other DTensors on live meshes."""
     model, optimizer = built()
     expected, state, states = values(model), dumped(model.state_dict()), dumped(optimizer.state_dict())
@@ -144,15 +144,15 @@ def read_first(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_files_of_another_number_of_ranks_are_refused_on_every_rank(world, tmp_path):
+def test_load_state_dict_rejects_file_of_another_world_size(world, tmp_path):
     run_ranks(2, write_first, tmp_path)
     for stated in run_ranks(world, read_first, tmp_path):
         assert "on a mesh of shape (2,), which does not exist in this run" in stated
 
 
 @on_ranks(2)
-def test_replicas_may_load_each_others_files():
-    """Ranks along the replicate axis hold the same part, so one may load the other's."""
+def test_load_state_dict_accepts_file_of_another_replica():
+    """Ranks along the replicate dimension hold the same shard, so each can load the file of the other."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model, optimizer = built(mesh=mesh)
     state, states = of_rank(0, (dumped(model.state_dict()), dumped(optimizer.state_dict())))

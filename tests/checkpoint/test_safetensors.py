@@ -1,4 +1,4 @@
-"""Weights are exchanged with other tools through files, bit for bit, and no rank ever holds the whole model."""
+"""Weights are exchanged with other tools through safetensors files, bitwise, and no rank holds the whole model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sharded(model: SmallGPT, strategy: str) -> SmallGPT:
 
 
 def mark(model: nn.Module) -> nn.Module:
-    """`model` with none of the numbers that it has from its seed."""
+    """Overwrite all values of `model` and return it."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(SENTINEL)
@@ -73,11 +73,11 @@ def mark(model: nn.Module) -> nn.Module:
 
 
 def once(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors that are written: a tied weight by its first name."""
+    """Return the tensors that are stored. A tied weight is stored under its first name."""
     return {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
 
 
-# -- there and back ---------------------------------------------------------------------------------------------------
+# -- export and import ------------------------------------------------------------------------------------------------
 
 
 def go_there_and_back(folder: Path, strategies: tuple[str, ...]) -> None:
@@ -99,7 +99,7 @@ def go_there_and_back(folder: Path, strategies: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(item, marks=pytest.mark.slow) for item in (3, 4))])
 def test_weights_survive_export_and_import(tmp_path, world):
-    """In several files, at every world size; into models with other values, and into models without memory."""
+    """Export several files at every world size, and import into models with other values and on the meta device."""
     run_ranks(world, go_there_and_back, tmp_path, FEW[world])
     for folder in tmp_path.iterdir():
         assert len(list(folder.glob("*.safetensors"))) > 1
@@ -111,7 +111,7 @@ def test_weights_survive_export_and_import_under_every_strategy(tmp_path, world)
     run_ranks(world, go_there_and_back, tmp_path, STRATEGIES[world])
 
 
-def test_a_model_that_is_not_sharded_needs_no_process_group(tmp_path):
+def test_unsharded_model_is_exported_without_process_group(tmp_path):
     model = small_gpt(1)
     out = export_safetensors(model, tmp_path / "out", metadata={"author": "me"})
     assert sorted(path.name for path in out.iterdir()) == ["checksums.json", "model.safetensors"]
@@ -124,7 +124,7 @@ def test_a_model_that_is_not_sharded_needs_no_process_group(tmp_path):
         assert_same(other.state_dict(), model.state_dict())
 
 
-def test_files_have_the_requested_size_and_the_index_lists_them(tmp_path):
+def test_exported_files_respect_max_shard_size_and_are_indexed(tmp_path):
     model = chain(lambda module: module)
     out = export_safetensors(model, tmp_path / "out", max_shard_size="60KB")
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -141,7 +141,7 @@ def test_files_have_the_requested_size_and_the_index_lists_them(tmp_path):
 
 
 class Odd(nn.Module):
-    """Tensors of many dtypes and shapes, and a buffer that no state dict has."""
+    """Tensors of many dtypes and shapes, and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def cast(folder: Path) -> None:
         assert_same(wholes(other), low)
 
 
-def test_dtypes_are_kept_or_cast_as_requested(tmp_path):
+def test_export_and_import_keep_or_cast_dtypes(tmp_path):
     run_ranks(2, cast, tmp_path)
 
 
@@ -189,7 +189,7 @@ def wrapped_on_meta(strategy: str) -> nn.Module:
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks("world")
-def test_no_rank_holds_more_than_its_shards_and_one_unit_and_reads_only_what_is_its_own(tmp_path, world):
+def test_export_and_import_hold_one_unit_and_read_only_local_shards(tmp_path, world):
     read: list[int] = []
     alive: list[weakref.ref[Tensor]] = []
 
@@ -207,7 +207,7 @@ def test_no_rank_holds_more_than_its_shards_and_one_unit_and_reads_only_what_is_
         unit = max(sum(4 * param.layout.spec.numel for param in unit.params) for unit in units_in(model))
         _, peak = peak_during(lambda model=model, strategy=strategy: export_safetensors(model, tmp_path / strategy))
         assert peak <= unit + 4096
-        assert peak <= 2 * largest + 4096  # one of these parts is torch's, if it gathers
+        assert peak <= 2 * largest + 4096  # one of the two copies is held by torch, if it gathers
         built = wrapped_on_meta(strategy)
         read.clear()
         _, peak = peak_during(lambda built=built, strategy=strategy: load_safetensors(built, tmp_path / strategy))
@@ -222,7 +222,7 @@ def test_no_rank_holds_more_than_its_shards_and_one_unit_and_reads_only_what_is_
 
 
 @on_ranks(1)
-def test_laying_out_a_file_takes_its_room_on_the_disk_and_no_memory(tmp_path):
+def test_tensor_file_allocates_disk_space_but_no_memory(tmp_path):
     path = tmp_path / "much.safetensors"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     TensorFile(path, {"much": Description((64 << 20,), torch.float32)}, {})
@@ -231,7 +231,7 @@ def test_laying_out_a_file_takes_its_room_on_the_disk_and_no_memory(tmp_path):
     assert grown_kib < 64 << 10
 
 
-# -- what other programs write and read -------------------------------------------------------------------------------
+# -- interoperability with other programs -----------------------------------------------------------------------------
 
 
 def causal_models() -> dict[str, Callable[[], Any]]:
@@ -288,7 +288,7 @@ def visit_transformers(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_from_pretrained_opens_an_export_and_we_open_what_save_pretrained_writes(tmp_path):
+def test_export_and_import_interoperate_with_transformers(tmp_path):
     pytest.importorskip("transformers")
     run_ranks(2, visit_transformers, tmp_path)
 
@@ -325,7 +325,7 @@ class Untied(nn.Module):
             self.head.weight = self.embedding.weight
 
 
-def test_tied_weights_load_into_untied_ones_and_back(tmp_path):
+def test_tied_weights_load_into_untied_model_and_back(tmp_path):
     tied = Untied(tied=True)
     out = export_safetensors(tied, tmp_path / "tied")
     untied = mark(Untied(tied=False))
@@ -347,7 +347,7 @@ def test_tied_weights_load_into_untied_ones_and_back(tmp_path):
     )
 
 
-def test_tensors_are_renamed_and_left_out(tmp_path):
+def test_rename_maps_and_skips_tensors(tmp_path):
     plain = Untied(tied=False)
     stored = {f"model.{name}": tensor for name, tensor in plain.state_dict().items()}
     save_file({**stored, "model.inv_freq": torch.ones(3)}, tmp_path / "model.safetensors")
@@ -362,7 +362,7 @@ def test_tensors_are_renamed_and_left_out(tmp_path):
     )
 
 
-def test_what_is_not_there_is_left_as_it_is_if_allowed(tmp_path):
+def test_missing_tensors_stay_unchanged_if_not_strict(tmp_path):
     plain = Untied(tied=False)
     save_file({"head.weight": plain.head.weight.detach(), "more": torch.ones(2)}, tmp_path / "some.safetensors")
     model = mark(Untied(tied=False))
@@ -410,7 +410,7 @@ def misfit(folder: Path) -> str:
     )
 
 
-def test_all_that_does_not_fit_is_one_error_on_every_rank(tmp_path):
+def test_all_mismatches_raise_one_error_on_every_rank(tmp_path):
     stated = run_ranks(3, misfit, tmp_path)
     assert stated == stated[:1] * 3
 
@@ -428,7 +428,7 @@ def lose(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_file_that_one_rank_does_not_see_is_an_error_on_every_rank(tmp_path):
+def test_file_missing_on_one_rank_raises_on_every_rank(tmp_path):
     stated = [re.sub("^loading [^:]*: ", "", run_rank) for run_rank in run_ranks(2, lose, tmp_path)]
     assert stated[0] == stated[1]
     assert stated[0].startswith("rank 1: ")
@@ -437,7 +437,7 @@ def test_a_file_that_one_rank_does_not_see_is_an_error_on_every_rank(tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of several files. Not to be changed."""
+    """A folder with several files. Tests must not modify it."""
     return export_safetensors(small(), tmp_path_factory.mktemp("exported") / "out", max_shard_size=7_000)
 
 
@@ -450,7 +450,7 @@ def small() -> Chain:
 
 
 def break_one(path: Path, draw: random.Random) -> str:
-    """Damage a file in some way; which one."""
+    """Damage a file in a random way and return the kind of damage."""
     data = bytearray(path.read_bytes())
     kind = draw.choice(("flip", "overwrite", "cut", "grow", "early"))
     if kind == "flip":
@@ -470,7 +470,7 @@ def break_one(path: Path, draw: random.Random) -> str:
 
 
 def fuzz(folder: Path, cases: int, *, verified: bool) -> int:
-    """How many cases were refused. The others were loaded exactly, if the files can be verified."""
+    """Return how many cases were rejected. The others were loaded exactly, if the files can be verified."""
     draw = random.Random(int(verified))
     expected = small().state_dict()
     refused = 0
@@ -496,11 +496,11 @@ def fuzz(folder: Path, cases: int, *, verified: bool) -> int:
     return refused
 
 
-def test_whatever_happens_to_an_export_there_is_an_error_or_an_exact_load(exported, tmp_path):
+def test_damaged_export_raises_or_loads_exactly(exported, tmp_path):
     assert fuzz(shutil.copytree(exported, tmp_path / "copy"), 250, verified=True) > 200
 
 
-def test_of_what_cannot_be_verified_a_damaged_header_is_an_error_that_names_it(exported, tmp_path):
+def test_damaged_header_raises_without_checksums(exported, tmp_path):
     assert fuzz(shutil.copytree(exported, tmp_path / "copy"), 250, verified=False) > 100
 
 
@@ -521,7 +521,7 @@ def test_of_what_cannot_be_verified_a_damaged_header_is_an_error_that_names_it(e
         (lambda folder: shutil.rmtree(folder), "expected a safetensors file"),
     ],
 )
-def test_what_is_damaged_is_named(exported, tmp_path, damage, stated):
+def test_damage_error_names_folder_and_cause(exported, tmp_path, damage, stated):
     folder = shutil.copytree(exported, tmp_path / "copy")
     damage(folder)
     refuse(mark(small()), folder, f"loading {folder}: {folder}", stated)
@@ -534,18 +534,18 @@ def point_to_other_file(folder: Path, name: str) -> None:
     index.write_text(json.dumps(reported))
 
 
-def test_a_folder_without_files_or_with_too_many_is_refused(tmp_path):
+def test_folder_without_files_or_with_ambiguous_files_is_rejected(tmp_path):
     refuse(small(), tmp_path, "expected a safetensors file, found none")
     for name in ("a", "b"):
         save_file({"x": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     refuse(small(), tmp_path, "found 2 of them, and no index")
 
 
-# -- wholly, or not at all --------------------------------------------------------------------------------------------
+# -- atomic exports ---------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_ranks_with_different_weights_or_arguments_are_refused(tmp_path):
+def test_export_rejects_weights_or_arguments_that_differ_between_ranks(tmp_path):
     cases: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
         (lambda: nn.Linear(4, 6), {}, r"weight \(8, 4\) float32 in model.safetensors on rank 0, but weight \(6, 4\)"),
         (lambda: nn.Linear(4, 8, bias=False), {}, r"bias \(8,\) .* on rank 0, but no further one on rank 1"),
@@ -565,7 +565,7 @@ def test_ranks_with_different_weights_or_arguments_are_refused(tmp_path):
 
 
 @on_ranks(2)
-def test_a_failed_export_leaves_nothing_and_raises_on_every_rank(tmp_path):
+def test_failed_export_leaves_no_files_and_raises_on_every_rank(tmp_path):
     folder = tmp_path / "out"
 
     def full(self: TensorFile, tensor: Tensor) -> None:
@@ -589,12 +589,12 @@ def test_a_failed_export_leaves_nothing_and_raises_on_every_rank(tmp_path):
 
 
 def export_and_die(folder: Path, operation: int) -> None:
-    """Export, but die before the file operation of that number."""
+    """Export, but kill the process before file operation number `operation`."""
     die_before(operation, folder)
     export_safetensors(small(), folder / "out", max_shard_size=7_000)
 
 
-def test_an_export_killed_at_any_operation_is_there_wholly_or_not_at_all(tmp_path):
+def test_export_killed_at_any_file_operation_is_complete_or_absent(tmp_path):
     expected = small().state_dict()
     ended, operation = False, 0
     while not ended:
@@ -613,7 +613,7 @@ def test_an_export_killed_at_any_operation_is_there_wholly_or_not_at_all(tmp_pat
     assert operation > 8
 
 
-def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path):
+def test_export_to_full_disk_raises_and_leaves_no_files(tmp_path):
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
@@ -629,7 +629,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path):
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_file_that_cannot_be_replaced_leaves_no_other(tmp_path):
+def test_failed_replacement_leaves_no_temporary_file(tmp_path):
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(CheckpointError, match=r"writing .*IsADirectoryError"):
         write_safetensors({"a": torch.ones(3)}, tmp_path / "model.safetensors")
@@ -641,7 +641,7 @@ class Stateful(nn.Linear):
         return "words"
 
 
-def test_what_cannot_be_exported_is_named(tmp_path):
+def test_export_error_names_unsupported_values(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(CheckpointError, match=r"the model: _extra_state are not tensors, and a safetensors file"):
         export_safetensors(Stateful(2, 2), out)
@@ -659,8 +659,8 @@ def test_what_cannot_be_exported_is_named(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_values_of_the_model_in_a_checkpoint_of_torch_are_named(tmp_path):
-    """Values outside of the model are left out."""
+def test_export_error_names_non_tensor_values_of_torch_checkpoint(tmp_path):
+    """Values outside the model are skipped."""
     weights = {"weight": torch.ones(2, 2)}
     dcp.save({"model": {**weights, "_extra_state": "words"}, "epoch": 3}, checkpoint_id=tmp_path / "whole")
     with pytest.raises(CheckpointError, match=r"whole: _extra_state are not tensors, and a safetensors file"):
@@ -671,7 +671,7 @@ def test_values_of_the_model_in_a_checkpoint_of_torch_are_named(tmp_path):
         assert_same(load_file(folder / "model.safetensors"), weights)
 
 
-def test_sizes_are_read_from_words():
+def test_parse_size_accepts_numbers_and_units():
     assert [parse_size(size, "size", "a file") for size in (7, "7", "7kb", "1.5 MB", "5GB", "2TB")] == [
         7,
         7,
@@ -685,16 +685,16 @@ def test_sizes_are_read_from_words():
             parse_size(odd, "size", "a file")
 
 
-# -- tensors in parts -------------------------------------------------------------------------------------------------
+# -- merged tensors ---------------------------------------------------------------------------------------------------
 
 
 def experts_of(names: Collection[str]) -> dict[str, Merged]:
-    """Two matrices of each of three experts, one above the other, and the experts stacked."""
+    """Stack the three experts, and concatenate the gate and up matrices of each expert."""
     stacks = [Merged(tuple(name for name in sorted(names) if name.endswith(kind))) for kind in ("gate", "up")]
     return {"experts": Merged(tuple(stacks), dim=1)}
 
 
-def test_a_tensor_that_files_have_in_parts_is_read_as_one(tmp_path):
+def test_merged_tensors_are_read_as_one(tmp_path):
     parts = {f"{i}.{kind}": torch.randn(rows, 4) for i in range(3) for kind, rows in (("gate", 2), ("up", 3))}
     save_file({**parts, "norm": torch.ones(4)}, tmp_path / "model.safetensors")
     opened = tensor_files.open_tensor_files(tmp_path)
@@ -712,7 +712,7 @@ def test_a_tensor_that_files_have_in_parts_is_read_as_one(tmp_path):
     assert_same(model.experts.detach(), expected)
 
 
-def test_parts_that_do_not_fit_together_are_named(tmp_path):
+def test_merge_error_names_tensors_of_different_shapes(tmp_path):
     save_file({"0.gate": torch.ones(2, 4), "1.gate": torch.ones(3, 4)}, tmp_path / "model.safetensors")
     merged = {"experts": Merged(("0.gate", "1.gate"))}
     with pytest.raises(CheckpointError, match=r"experts is stored in tensors .* 0.gate \(2, 4\) float32"):

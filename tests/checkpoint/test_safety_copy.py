@@ -1,4 +1,4 @@
-"""Copies in the memory of the hosts: whichever host is lost, whenever, the others have a whole one."""
+"""Safety copies in host memory: if any host is lost at any time, the other hosts have a complete copy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def copy_steps(memory: Path, steps: int, ranks_of_host: int = 1) -> tuple[nn.Mod
 
 
 def go_on(memory: Path, steps: int, ranks_of_host: int = 1) -> tuple[int, dict[str, Any]]:
-    """Take up the newest copy and learn on; the step that it was of, 0 if there is none, and the weights in the end."""
+    """Resume from the newest copy and train. Return the step of the copy (0 if there is none) and the final weights."""
     copies = SafetyCopies(host(memory, ranks_of_host))
     model, optimizer = begun()
     found, done = copies.newest(), 0
@@ -68,7 +68,7 @@ def go_on(memory: Path, steps: int, ranks_of_host: int = 1) -> tuple[int, dict[s
 
 
 def without(memory: Path, name: str, lost: set[int]) -> Path:
-    """Return the same hosts but those that are `lost`, whose memory is empty. Every rank calls it."""
+    """Return a copy of `memory` in which the `lost` hosts are empty. Every rank must call this function."""
     other = memory.with_name(name)
     dist.barrier()
     if dist.get_rank() not in lost:
@@ -78,7 +78,7 @@ def without(memory: Path, name: str, lost: set[int]) -> Path:
 
 @pytest.mark.slow
 @on_ranks(3)
-def test_the_state_of_any_lost_host_is_restored_from_the_next_one(tmp_path):
+def test_state_of_any_lost_host_is_restored_from_its_neighbor(tmp_path):
     """If two adjacent hosts are lost together, their state is not restored."""
     model, optimizer = copy_steps(tmp_path / "all", 3)
     learn(model, optimizer, range(3, 5))
@@ -94,7 +94,7 @@ def test_the_state_of_any_lost_host_is_restored_from_the_next_one(tmp_path):
 
 
 def go_on_without_each(memory: Path) -> None:
-    """On the two hosts that are left of three."""
+    """Resume on the two remaining hosts of three, for each lost host."""
     for lost in range(3):
         local = memory / f"host{[number for number in range(3) if number != lost][dist.get_rank()]}"
         here = local.with_name(f"{local.name} without {lost}")
@@ -104,7 +104,7 @@ def go_on_without_each(memory: Path) -> None:
         found = copies.newest()
         assert found is not None
         assert load(copies.fetch(found), model=model, optimizer=optimizer).step == 2
-        # And they copy again, each the other's part, and leave nothing of what they had.
+        # The hosts copy again, each to the other, and delete their older copies.
         copies.save(model=model, optimizer=optimizer, step=3, extra=None).wait()
         assert [path.name for path in here.iterdir()] == ["step-000000003"]
         assert not list(here.glob("*/*.coming"))
@@ -115,14 +115,14 @@ def copy_twice(memory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_hosts_that_are_left_go_on_at_another_world_size(tmp_path):
+def test_remaining_hosts_resume_at_a_smaller_world_size(tmp_path):
     run_ranks(3, copy_twice, tmp_path)
     run_ranks(2, go_on_without_each, tmp_path)
 
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_one_host_keeps_what_its_ranks_lose(tmp_path):
+def test_single_host_restores_state_of_its_restarted_ranks(tmp_path):
     model, optimizer = copy_steps(tmp_path, 3, ranks_of_host=2)
     learn(model, optimizer, range(3, 4))
     done, weights = go_on(tmp_path, 4, ranks_of_host=2)
@@ -130,11 +130,11 @@ def test_one_host_keeps_what_its_ranks_lose(tmp_path):
     assert_same(weights, wholes(model))
 
 
-# -- killed at any moment ---------------------------------------------------------------------------------------------
+# -- kills at any time ------------------------------------------------------------------------------------------------
 
 
 def copy_and_die(memory: Path, doomed: int, operation: int) -> None:
-    """Take up step 1, learn, copy step 2; the host `doomed` dies before that operation on its files."""
+    """Resume from step 1, train, and copy step 2. The host `doomed` is killed before file operation `operation`."""
     copies = SafetyCopies(host(memory))
     model, optimizer = begun()
     found = copies.newest()
@@ -167,21 +167,21 @@ def check_kills(tmp_path: Path, operations: range) -> bool:
 
 
 @pytest.mark.slow
-def test_a_host_that_is_lost_while_it_copies_costs_one_copy_at_most(tmp_path):
+def test_host_lost_during_copy_loses_at_most_one_copy(tmp_path):
     assert not check_kills(tmp_path, range(9, 10))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_same_at_every_other_operation_on_files(tmp_path):
+def test_host_lost_at_every_second_file_operation_loses_at_most_one_copy(tmp_path):
     assert check_kills(tmp_path, range(1, 200, 2))
 
 
-# -- no room ----------------------------------------------------------------------------------------------------------
+# -- no space left ----------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_a_host_without_room_is_one_error_on_every_rank_and_costs_nothing_that_was_there(tmp_path):
+def test_host_out_of_memory_raises_on_every_rank_and_keeps_old_copy(tmp_path):
     stated = []
     copies = SafetyCopies(host(tmp_path))
     model, optimizer = begun()
@@ -242,7 +242,7 @@ def test_data_that_changed_in_transit_is_rejected(tmp_path):
 
 
 @on_ranks(2)
-def test_a_damaged_copy_is_named_as_users_find_it(tmp_path):
+def test_damaged_copy_error_names_the_user_visible_path(tmp_path):
     copy_steps(tmp_path, 1)
     file = host(tmp_path) / "step-000000001" / f"__{dist.get_rank()}_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
@@ -258,7 +258,7 @@ def test_a_damaged_copy_is_named_as_users_find_it(tmp_path):
 
 
 def wait_until_gone(folder: Path) -> None:
-    while folder.exists():  # pytest-timeout's to end
+    while folder.exists():  # pytest-timeout ends this loop if the folder stays
         time.sleep(0.02)
 
 
@@ -270,7 +270,7 @@ def launcher() -> Any:
 
 
 def plant(memory: Path, kind: str, launcher: int) -> Path:
-    """Make what another user could make in `memory`, to be taken for the folder of `launcher`."""
+    """Create what another user could create in `memory` to imitate the folder of `launcher`."""
     victim = memory / "victim"
     victim.mkdir()
     (victim / "kept").write_text("precious")
@@ -283,7 +283,7 @@ def plant(memory: Path, kind: str, launcher: int) -> Path:
         planted.write_text(launcher_identity(launcher))
     elif kind == "fifo":
         os.mkfifo(planted)
-    elif kind == "name of before":  # this is where versions before this one looked
+    elif kind == "name of before":  # earlier versions looked here
         planted = memory / f"fullshard-{os.getuid()}-{launcher}-{launcher_identity(launcher).split()[-1]}"
         planted.mkdir()
         (planted / "kept").symlink_to(victim / "kept")
@@ -305,7 +305,7 @@ def plant(memory: Path, kind: str, launcher: int) -> Path:
 
 
 def state_of(path: Path) -> tuple[int, ...]:
-    """Return what a write or a removal changes. Reads change the access time of a folder."""
+    """Return the attributes that a write or a removal changes. Reads change the access time, which is left out."""
     found = path.lstat()
     return found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
@@ -321,8 +321,8 @@ PLANTED = ["link to a folder", "file", "fifo", "name of before", "record is a fi
         pytest.param("of another user", marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can make it")),
     ],
 )
-def test_a_folder_that_another_user_could_have_made_is_not_taken(launcher, tmp_path, kind):
-    """Nothing is written to it, and nothing of it is removed or waited for."""
+def test_folder_planted_by_another_user_is_not_used(launcher, tmp_path, kind):
+    """The folder is not written to, nothing in it is removed, and opening it does not block."""
     planted = plant(tmp_path, kind, launcher.pid)
     kept = {path: state_of(path) for path in tmp_path.rglob("*")}
     precious = (tmp_path / "victim" / "kept").read_text()
@@ -338,11 +338,11 @@ def test_a_folder_that_another_user_could_have_made_is_not_taken(launcher, tmp_p
         pass
 
 
-RECORDS = ["record is a fifo", "record is a link"]  # in a folder that is as it should be
+RECORDS = ["record is a fifo", "record is a link"]  # inside a valid folder
 
 
 @pytest.mark.parametrize("record", [b"", b"\xff" * 90, b"{0} x 3", b"{0} {0} {0} {0}"])
-def test_a_damaged_record_is_left_alone(launcher, tmp_path, record):
+def test_folder_with_damaged_record_is_not_used(launcher, tmp_path, record):
     damaged = tmp_path / f"fullshard-{'0' * 32}"
     damaged.mkdir(mode=0o700)
     namespace = launcher_identity(launcher.pid).split()[1].encode()
@@ -351,7 +351,7 @@ def test_a_damaged_record_is_left_alone(launcher, tmp_path, record):
     assert damaged.exists()
 
 
-def test_memory_in_which_others_can_rename_is_refused(launcher, tmp_path):
+def test_world_writable_memory_without_sticky_bit_is_rejected(launcher, tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match=r"has mode 777: other users can rename and replace its contents"):
         kept_folder(launcher.pid, tmp_path)
@@ -360,8 +360,8 @@ def test_memory_in_which_others_can_rename_is_refused(launcher, tmp_path):
 
 
 @on_ranks(2)
-def test_nothing_is_written_to_a_folder_that_takes_the_name_of_a_removed_one(tmp_path):
-    """The folder is removed, and another user makes one of the same name, with links to files of this user."""
+def test_save_does_not_write_to_folder_that_replaced_the_original(tmp_path):
+    """The folder is removed, and another user creates one with the same name and with links to files of this user."""
     here = host(tmp_path)
     copies = SafetyCopies(here)
     model, optimizer = begun()
@@ -379,7 +379,7 @@ def test_nothing_is_written_to_a_folder_that_takes_the_name_of_a_removed_one(tmp
 
 
 @on_ranks(2)
-def test_a_folder_that_others_can_enter_is_refused_on_every_rank(tmp_path):
+def test_folder_accessible_to_others_raises_on_every_rank(tmp_path):
     here = host(tmp_path)
     if dist.get_rank() == 1:
         here.chmod(0o750)
@@ -391,7 +391,7 @@ def test_a_folder_that_others_can_enter_is_refused_on_every_rank(tmp_path):
 
 
 def meet_in_a_folder(memory: Path, launcher: int) -> set[str]:
-    """Twice, as after a restart of the ranks."""
+    """Open the folder twice, as after a restart of the ranks. Return its paths."""
     model, optimizer = begun()
     copies = SafetyCopies.kept_with(launcher, memory)
     copies.save(model=model, optimizer=optimizer, step=1, extra=None).wait()
@@ -402,13 +402,13 @@ def meet_in_a_folder(memory: Path, launcher: int) -> set[str]:
     return {str(named(again.fetch(found)).parent), str(named(copies.fetch(found)).parent)}
 
 
-def test_ranks_of_a_host_meet_in_one_folder_and_find_it_again(launcher, tmp_path):
+def test_ranks_of_one_host_share_one_folder_across_restarts(launcher, tmp_path):
     folders = set.union(*run_ranks(2, meet_in_a_folder, tmp_path, launcher.pid))
     assert folders == {str(path) for path in tmp_path.iterdir()}
     assert len(folders) == 1
 
 
-def test_a_folder_is_gone_when_its_launcher_is_killed(launcher, tmp_path):
+def test_folder_is_removed_when_its_launcher_is_killed(launcher, tmp_path):
     assert keeps_folders(launcher.pid)
     folder = kept_folder(launcher.pid, tmp_path)
     (folder / "step-000000001").mkdir()
@@ -432,8 +432,8 @@ def keeper_of(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_folder_outlives_the_process_that_has_requested_it(launcher, tmp_path):
-    """It also outlives the signals that a scheduler sends to all processes of a job before it kills them."""
+def test_folder_outlives_the_requesting_process(launcher, tmp_path):
+    """The folder also outlives the signals that a scheduler sends to all processes of a job before it kills them."""
     code = "import sys, fullshard.checkpoint.keeper as it; it.kept_folder(int(sys.argv[1]), it.Path(sys.argv[2]))"
     subprocess.run([sys.executable, "-c", code, str(launcher.pid), tmp_path], check=True)
     (folder,) = tmp_path.iterdir()
@@ -446,7 +446,7 @@ def test_a_folder_outlives_the_process_that_has_requested_it(launcher, tmp_path)
     wait_until_gone(folder)
 
 
-def test_what_a_killed_keeper_leaves_is_kept_again_or_removed(launcher, tmp_path):
+def test_folder_of_killed_keeper_is_reused_or_removed(launcher, tmp_path):
     folder = kept_folder(launcher.pid, tmp_path)
     os.kill(keeper_of(folder), signal.SIGKILL)
     time.sleep(0.1)

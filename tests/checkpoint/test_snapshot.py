@@ -1,4 +1,4 @@
-"""A snapshot of one rank: taking it changes nothing, and a restored run continues with the same bits."""
+"""Snapshots of one rank: taking a snapshot has no side effects, and a restored run continues bitwise equal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def begun(strategy: str) -> dict[str, Any]:
 
 def step(run: dict[str, Any], number: int, taking: bool = False) -> None:
     loss = loss_of(run["model"], my_part(batch(number)))
-    if taking and dist.get_rank() == 0:  # by itself, and in the middle of a step
+    if taking and dist.get_rank() == 0:  # on one rank only, in the middle of a step
         snapshot(**run)
     loss.backward()
     if taking and dist.get_rank() == 1:
@@ -49,7 +49,7 @@ def state_of(run: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_what_is_put_back_goes_on_with_the_bits_of_a_run_left_alone():
+def test_restored_snapshot_continues_bitwise_equal_to_undisturbed_run():
     for strategy in STRATEGIES:
         left_alone = begun(strategy)
         for number in range(6):
@@ -82,7 +82,7 @@ def test_what_is_put_back_goes_on_with_the_bits_of_a_run_left_alone():
 
 
 @on_new_ranks(2)
-def test_what_does_not_fit_is_refused_by_name():
+def test_restore_snapshot_rejects_mismatches_by_name():
     run = begun("zero3")
     step(run, 0)
     taken = snapshot(model=run["model"])

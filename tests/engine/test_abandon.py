@@ -1,4 +1,4 @@
-"""An abandoned step leaves no trace: the next one has the bits of a run that never began it."""
+"""An abandoned step has no effect: later steps are bitwise equal to those of a run without it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def on_one_rank(break_it: object, model: nn.Module) -> None:
 
 
 def one_rank_ahead(model: nn.Module) -> None:
-    """One rank has begun a step that the others abandon."""
+    """One rank has started a step that the other ranks abandon."""
     if dist.get_rank() == 0:
         with pytest.raises(RankMismatchError, match="abandon_step"):
             backward(model)
@@ -126,14 +126,14 @@ EVERY = dict(enumerate((*TOGETHER, in_a_hook_on_sums, *ALONE), 1))
 
 @pytest.mark.slow
 @under_strategies
-def test_an_abandoned_step_leaves_no_trace(strategies):
+def test_abandoned_step_has_no_effect_on_later_steps(strategies):
     for strategy in strategies:
         expected = run_ranks(2, learn, strategy, {})
         assert_same(run_ranks(2, learn, strategy, EVERY), expected)
 
 
 @pytest.mark.slow
-def test_nor_where_replicas_wait_for_one_another_or_ranks_share_no_memory():
+def test_abandoned_step_has_no_effect_under_hsdp_or_without_shared_memory():
     expected = run_ranks(4, learn, "hsdp", {})
     assert_same(run_ranks(4, learn, "hsdp", EVERY), expected)
     expected = run_ranks(2, learn, "zero3", {}, False)
@@ -151,7 +151,7 @@ def learn_from_the_first_step(strategy: str, in_memory: bool) -> None:
         if fail_first is not None:
             fail_first(model)
             model.abandon_step()
-        other = shard(small_gpt(), strategy=strategy)  # which makes its calls before the remaining ones of `model`
+        other = shard(small_gpt(), strategy=strategy)  # its calls precede the remaining calls of `model`
         for step in range(2):
             backward(other)
             backward(model, step)
@@ -163,12 +163,12 @@ def learn_from_the_first_step(strategy: str, in_memory: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_nor_in_the_first_step_of_a_model(in_memory):
+def test_abandoned_first_step_has_no_effect_on_later_steps(in_memory):
     run_ranks(2, learn_from_the_first_step, "zero3", in_memory)
 
 
 @on_new_ranks(1)
-def test_the_step_after_it_begins_with_its_first_microbatch():
+def test_step_after_abandoned_step_restarts_microbatch_count():
     model = shard(small_gpt())
     backward(model)
     model.abandon_step()
@@ -177,7 +177,7 @@ def test_the_step_after_it_begins_with_its_first_microbatch():
 
 
 def edit_wrapped(fails: bool) -> dict[str, Tensor]:
-    """Weights of a wrapped model that are changed in place after a step that `fails` in backward, and trained on."""
+    """Train a wrapped model and scale its weights after each step. If `fails`, abandon a failed backward first."""
     model = small_gpt()
     model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}))
     optimizer = adamw(model)
@@ -195,5 +195,5 @@ def edit_wrapped(fails: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_weights_can_be_changed_after_a_step_of_the_wrapper_is_abandoned():
+def test_wrapper_weights_can_be_changed_after_abandoned_step():
     assert_same(run_ranks(2, edit_wrapped, True), run_ranks(2, edit_wrapped, False))

@@ -1,4 +1,4 @@
-"""Gradients of several microbatches: added up in the right dtype, and reduced exactly when they are to be."""
+"""Gradient accumulation: gradients of microbatches are summed in the right dtype and reduced only when configured."""
 
 import random
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def learn(model: Any, quiet: Any, steps: int = 3) -> list[Any]:
     "strategy", ["zero1", "zero3", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
 )
 @on_ranks(1)
-def test_one_rank_adds_up_the_bits_of_plain_pytorch(strategy):
+def test_accumulation_on_one_rank_matches_plain_pytorch_bitwise(strategy):
     expected = learn(chain(leave), always)
     for quiet in (by_switch, by_context, always):
         assert_same(learn(chain(partial(fully_shard, strategy=strategy)), quiet), expected, name=strategy)
@@ -76,7 +76,7 @@ def test_one_rank_adds_up_the_bits_of_plain_pytorch(strategy):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_two_ranks_add_up_the_bits_of_distributed_data_parallel():
+def test_accumulation_on_two_ranks_matches_ddp_bitwise():
     expected = learn(DistributedDataParallel(chain(leave)), by_context)
     for strategy in ONE_AXIS:
         for quiet in (by_switch, by_context):
@@ -115,7 +115,7 @@ def learn_with_grads_of_inputs(model: Any, take: Any) -> list[Any]:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_passes_that_take_gradients_of_inputs_reduce_nothing_that_is_held_back():
+def test_input_gradient_passes_do_not_reduce_deferred_gradients():
     for take in (grad_of, grad_of_another_forward, backward_of_inputs):
         expected = learn_with_grads_of_inputs(DistributedDataParallel(chain(leave)), take)
         for strategy in ONE_AXIS:
@@ -125,7 +125,7 @@ def test_passes_that_take_gradients_of_inputs_reduce_nothing_that_is_held_back()
 
 @pytest.mark.slow
 @on_ranks(3)
-def test_three_ranks_add_up_the_same_bits_under_every_strategy():
+def test_accumulation_on_three_ranks_matches_across_strategies_bitwise():
     for quiet in (by_switch, always):
         expected = learn(chain(partial(fully_shard, strategy="ddp")), quiet)
         for strategy in ONE_AXIS[1:]:
@@ -133,7 +133,7 @@ def test_three_ranks_add_up_the_same_bits_under_every_strategy():
 
 
 @on_ranks(2)
-def test_no_sync_of_the_wrapper_is_the_same():
+def test_wrapper_no_sync_matches_set_requires_gradient_sync():
     model = FullyShardedDataParallel(chain(leave), auto_wrap_policy=ModuleWrapPolicy({Layer}))
     expected = learn(chain(fully_shard), by_switch)
     assert_same(learn(model, by_context)[:-1], expected[:-1])
@@ -155,7 +155,7 @@ def within_one_autocast(shard: Any) -> list[Any]:
 
 
 @on_ranks(2)
-def test_microbatches_within_one_autocast_context_add_up_the_same_bits():
+def test_accumulation_in_one_autocast_context_matches_plain_bitwise():
     expected = within_one_autocast(leave)
     for strategy in ("zero3", "zero2"):
         assert_same(within_one_autocast(partial(fully_shard, strategy=strategy)), expected)
@@ -191,13 +191,13 @@ def casts_early(how: str, strategy: str) -> list[Tensor]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["target", "checkpoint", "shared"])
-def test_casts_of_forwards_without_gradients_are_not_reused(how):
+def test_autocast_casts_of_no_grad_forwards_are_not_reused(how):
     expected = casts_early(how, "ddp")
     for strategy in ("zero3", "zero2"):
         assert_same(casts_early(how, strategy), expected, name=strategy)
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------------
+# -- communication ----------------------------------------------------------------------------------------------------
 
 
 def record_each(model: Any, switch: str | None, before_last: bool) -> list[Recorder]:
@@ -215,7 +215,7 @@ def record_each(model: Any, switch: str | None, before_last: bool) -> list[Recor
     "strategy", ["zero1", "zero3", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
 )
 @on_ranks(2)
-def test_every_unit_is_reduced_once_in_every_microbatch_that_is_synced(strategy):
+def test_unit_is_reduced_once_per_synced_microbatch(strategy):
     counts = []
     for before_last in (True, False):
         model = chain(partial(fully_shard, strategy=strategy))
@@ -225,7 +225,7 @@ def test_every_unit_is_reduced_once_in_every_microbatch_that_is_synced(strategy)
 
 
 class Alternating(torch.nn.Module):
-    """Layers called in a given order, some of them several times. All are recomputed together if it says so."""
+    """Layers called in a given order, some of them several times. With `recomputes`, all are recomputed together."""
 
     def __init__(self, order: Sequence[int], *, recomputes: bool = False) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ CALL_ORDERS = [(0, 1, 2, 3), (0, 1, 2, 3, 0), (1, 0, 1, 3, 2)]
 
 
 def count_in_shared_units() -> list[tuple[Any, list[int], list[int]]]:
-    """Reductions of a microbatch without sync and of a later one, if several modules share a unit."""
+    """Count the reductions of microbatches without and with sync, if several modules share a unit."""
     counts = []
     for units, order, recomputes in product(SHARED_UNITS, CALL_ORDERS, (False, True)):
         model = Alternating(order, recomputes=recomputes)
@@ -263,7 +263,7 @@ def count_in_shared_units() -> list[tuple[Any, list[int], list[int]]]:
 
 
 @pytest.mark.slow
-def test_a_unit_of_several_modules_is_reduced_once_in_a_microbatch_that_is_synced():
+def test_unit_of_several_modules_is_reduced_once_per_synced_microbatch():
     for program, found, expected in run_ranks(2, count_in_shared_units)[0]:
         assert found == expected, program
 
@@ -281,12 +281,12 @@ def test_hybrid_strategies_reduce_over_replicas_once_per_step_if_configured(stra
     assert counts["all_reduce"][:2] == [(0, 0)] * 2
     calls, nbytes = counts["all_reduce"][2]
     assert calls == UNITS
-    # Two ranks: a rank sends half of its shards to be summed, and the sum of the other half back.
+    # With two replicas, a rank sends half of its shards to be summed and returns the sum of the other half.
     assert nbytes == scattered[0][1]
 
 
 @on_ranks(4)
-def test_a_deferred_sum_over_replicas_is_the_same_but_for_rounding():
+def test_deferred_all_reduce_matches_per_microbatch_all_reduce_closely():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     left = []
     for before_last in (True, False):
@@ -301,7 +301,7 @@ def test_a_deferred_sum_over_replicas_is_the_same_but_for_rounding():
 
 
 class ByData:
-    """An optimizer that torch knows nothing of. It updates `param.data`, which changes no version."""
+    """A custom optimizer. It updates `param.data`, which does not change the version counter."""
 
     def __init__(self, params: Any) -> None:
         self.params = list(params)
@@ -320,7 +320,7 @@ class ByData:
 
 
 class InPlace(ByData):
-    """The same, by operations that change versions."""
+    """Like `ByData`, but with operations that change the version counter."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -348,13 +348,13 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def make_optimizers(model: torch.nn.Module, kinds: Sequence[str]) -> list[Any]:
-    """One optimizer of each kind, which has some parameters of every unit."""
+    """Return one optimizer of each kind. Each has some parameters of every unit."""
     params = list(model.parameters())
     return [OPTIMIZERS[kind](params[i :: len(kinds)]) for i, kind in enumerate(kinds)]
 
 
 def run_program(seed: int, shard: Any) -> list[Any]:
-    """Accumulations, evaluations, steps of each optimizer and `zero_grad` of both kinds, in random order."""
+    """Run gradient accumulation, evaluation, optimizer steps and both kinds of `zero_grad` in random order."""
     chance = random.Random(seed)
     model = chain(shard, Chain([Layer() for _ in range(2)]))
     kinds = chance.choices(list(OPTIMIZERS), k=chance.choice((1, 1, 2)))
@@ -400,7 +400,7 @@ def run_program(seed: int, shard: Any) -> list[Any]:
 
 def run_programs(seeds: range) -> None:
     for seed in seeds:
-        expected = run_program(seed, partial(fully_shard, strategy="zero3"))  # which keeps nothing
+        expected = run_program(seed, partial(fully_shard, strategy="zero3"))  # keeps no unsharded parameters
         for strategy in ("zero1", "zero2"):
             assert_same(
                 run_program(seed, partial(fully_shard, strategy=strategy)), expected, name=f"{strategy}, {seed}"
@@ -408,17 +408,17 @@ def run_programs(seeds: range) -> None:
 
 
 @pytest.mark.slow
-def test_kept_parameters_are_updated_by_every_kind_of_step():
+def test_kept_unsharded_parameters_are_updated_by_every_optimizer():
     run_ranks(2, run_programs, range(8))
 
 
 @pytest.mark.slow
-def test_they_are_in_many_programs():
+def test_kept_unsharded_parameters_are_updated_in_more_random_programs():
     run_ranks(2, run_programs, range(8, 40))
 
 
 def numbers_and_gathers(kind: str, *, set_to_none: bool, skips: bool) -> list[list[tuple[int, int]]]:
-    """For each microbatch of three steps: its number, and the all-gathers."""
+    """Return, for each microbatch of three steps, its number and its count of all-gathers."""
     model = chain(partial(fully_shard, strategy="zero1"), Chain([Layer()]))
     [optimizer], steps = make_optimizers(model, [kind]), []
     for step in range(3):
@@ -446,13 +446,13 @@ def count_numbers_and_gathers() -> None:
 
 
 @pytest.mark.slow
-def test_zero1_gathers_once_a_step_and_counts_its_microbatches_whatever_zeroes_gradients():
+def test_zero1_all_gathers_once_per_step_with_every_kind_of_zero_grad():
     with dry.world(2):
         count_numbers_and_gathers()
 
 
 def train_at_random(seed: int, shard: bool, options: dict[str, Any]) -> list[Any]:
-    """Train microbatches that are synced or not, with gradients zeroed between some of them, in several ways."""
+    """Train microbatches with and without sync, and zero gradients between some of them in several ways."""
     choose = random.Random(seed)
     model = chain(partial(fully_shard, **options)) if shard else chain(leave)
     params = list(model.parameters())
@@ -487,12 +487,12 @@ def train_at_random(seed: int, shard: bool, options: dict[str, Any]) -> list[Any
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @on_ranks(2)
-def test_gradients_that_are_not_reduced_yet_are_zeroed_like_others(seed):
-    """The same batches on both ranks, so that means over ranks are the plain gradients."""
+def test_zero_grad_clears_unreduced_gradients(seed):
+    """Both ranks use the same batches, so the means over ranks equal the plain gradients."""
     expected = train_at_random(seed, False, {})
     for strategy in ONE_AXIS:
         assert_same(train_at_random(seed, True, {"strategy": strategy}), expected, name=strategy)
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # gradients are held in it, so sums are rounded later
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # accumulates in float64, so sums are rounded later
     torch.testing.assert_close(train_at_random(seed, True, {"mp_policy": policy}), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -500,7 +500,7 @@ def test_gradients_that_are_not_reduced_yet_are_zeroed_like_others(seed):
 
 
 def low_precision_reference(reduce_dtype: torch.dtype) -> dict[str, Tensor]:
-    """bf16 gradients of each microbatch, added up in `reduce_dtype`, summed in rank order and divided once."""
+    """Accumulate bf16 gradients of microbatches in `reduce_dtype`, sum them in rank order and divide once."""
     plain = chain(leave)
     masters = {name: param.detach().clone() for name, param in plain.named_parameters()}
     plain.to(torch.bfloat16)
@@ -521,8 +521,8 @@ def low_precision_reference(reduce_dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @on_ranks(2)
-def test_low_precision_gradients_add_up_in_the_dtype_of_the_reduction():
-    """bfloat16 has 8 bits: sums of it kept in it would lose the small terms."""
+def test_low_precision_gradients_accumulate_in_reduce_dtype():
+    """bfloat16 has 8 bits of precision, so sums in bfloat16 would lose small terms."""
     quiet = by_switch
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = low_precision_reference(torch.float32)
@@ -551,8 +551,8 @@ class Selecting(torch.nn.Module):
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 @on_ranks(2)
-def test_ranks_that_use_different_parameters_add_up_gradients_of_the_same_ones(strategy):
-    """A program is the layers that each rank uses in each microbatch. Without zeros for unused ones, it uses all."""
+def test_gradients_accumulate_if_ranks_use_different_parameters(strategy):
+    """Draw the layers that each rank uses per microbatch. Without zeros for unused ones, each rank uses all layers."""
     options = (None, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     for seed, policy, zeros in product(range(3), options, (False, True)):
         draw = random.Random(seed)
@@ -584,7 +584,7 @@ def whole_grads_of(model: Any, numbers: list[int]) -> dict[str, Tensor | None]:
 
 
 @on_ranks(2)
-def test_an_exception_in_no_sync_leaves_it_and_the_next_step_is_right():
+def test_exception_in_no_sync_exits_it_and_keeps_next_step_correct():
     expected = whole_grads_of(chain(fully_shard), [0, 1])
     model = chain(fully_shard)
     with model.no_sync(), pytest.raises(RuntimeError, match="size"):
@@ -594,7 +594,7 @@ def test_an_exception_in_no_sync_leaves_it_and_the_next_step_is_right():
 
 @pytest.mark.parametrize("factor", [1.0, 3.0, 8.0])
 @on_ranks(2)
-def test_sums_are_divided_by_what_the_user_states(factor):
+def test_gradients_are_divided_by_gradient_divide_factor(factor):
     usual, model = chain(fully_shard), chain(fully_shard)
     for layer in (*model.layers, model):
         layer.set_gradient_divide_factor(factor)

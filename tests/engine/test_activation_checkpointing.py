@@ -1,5 +1,5 @@
-"""Activations that are computed again in backward, by every tool of torch's, in and around units: the same bits, no
-gather that could be spared, and the memory of a model that is not sharded.
+"""Activation checkpointing with every tool of torch, inside and around units: results match plain PyTorch bitwise, no
+all-gather is redundant, and activation memory equals that of an unsharded model.
 """
 
 import gc
@@ -41,14 +41,14 @@ STEPS, ROWS = 4, 128
 
 
 class Dropping(Layer):
-    """Draws random numbers, which must be the same when it is computed again."""
+    """Draws random numbers, which must be identical in the recomputation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(x), 0.1)
 
 
 class Within(Dropping):
-    """Computes itself again, and not the hooks around it."""
+    """Recomputes its own forward, without the hooks around it."""
 
     options: dict[str, Any]
 
@@ -57,7 +57,7 @@ class Within(Dropping):
 
 
 class Regions(Chain):
-    """Computes `size` layers at a time again."""
+    """Recomputes `size` layers at a time."""
 
     options: dict[str, Any]
     size: int
@@ -81,7 +81,7 @@ SELECTIVE: dict[str, Any] = {**FREE, "context_fn": partial(create_selective_chec
 
 
 def without(shard: Shard, layers: int) -> Any:
-    """No checkpoint at all."""
+    """Build a model without activation checkpointing."""
     return chain(shard, Chain([Dropping() for _ in range(layers)]))
 
 
@@ -139,19 +139,19 @@ class AllOfIt(nn.Module):
 
 
 def around_all(options: dict[str, Any], shard: Shard, layers: int) -> Any:
-    """Around the root: all hooks run again within backward."""
+    """Checkpoint the root, so that all hooks run again within backward."""
     return AllOfIt(without(shard, layers), options)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to compute again.
+    """One way to recompute activations.
 
     Args:
         build: makes a model with this number of layers.
-        gathers: how many there are in a backward under zero3, with 6 layers.
-        most_whole: how many layers are whole at most.
-        inputs: what forward keeps of 6 layers more than of 3, in tensors of a layer's input; None if it is much more.
+        gathers: number of all-gathers in a backward under zero3 with 6 layers.
+        most_whole: maximum number of layers that are unsharded at the same time.
+        inputs: how much more forward keeps for 6 layers than for 3, in layer inputs; None if it is much more.
     """
 
     build: Callable[[Shard, int], Any]
@@ -168,8 +168,8 @@ KINDS = {
     "around a unit": Kind(partial(around, 1, FREE)),
     "around a unit, reentrant": Kind(partial(around, 1, REENTRANT)),
     "around a unit, selective": Kind(partial(around, 1, SELECTIVE), inputs=6),
-    # Layers 3, 4 and 5 are computed again, and all but the last are needed once more, in reverse. If the backward of 5
-    # has begun by then, it stays whole meanwhile, and so does 4.
+    # Layers 3, 4 and 5 are recomputed, and all but the last are needed again in reverse order. If the backward of 5
+    # has started by then, layer 5 stays unsharded meanwhile, and so does layer 4.
     "around three": Kind(partial(around, 3, FREE), gathers=8, most_whole=3, inputs=1),
     "around three, reentrant": Kind(partial(around, 3, REENTRANT), gathers=10, inputs=1),
     "around three, selective": Kind(partial(around, 3, SELECTIVE), gathers=8, most_whole=3, inputs=4),
@@ -200,15 +200,15 @@ def learn_built(build: Callable[[Shard, int], Any], shard: Shard) -> list[Any]:
 
 @pytest.mark.parametrize("strategies", [("zero3",), pytest.param(("zero1", "zero2"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in (*KINDS, *BITS_ONLY) if name != "nothing"])
-def test_what_is_computed_again_gives_plain_bits(name, strategies):
+def test_activation_checkpointing_matches_plain_pytorch_bitwise(name, strategies):
     build = KINDS[name].build if name in KINDS else BITS_ONLY[name]
     run_ranks(2, agree_with_plain, partial(learn_built, build), *strategies)
 
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_units_are_gathered_no_more_often_than_they_must_be_and_all_ahead():
-    """Once in forward, with the root. In backward once for all units needed immediately after a recomputation."""
+def test_recomputation_needs_minimal_all_gathers_and_prefetches_all():
+    """Units are gathered once in forward, and in backward once for all units needed right after a recomputation."""
     for name, kind in KINDS.items():
         model = kind.build(fully_shard, 6)
         for step in range(STEPS):
@@ -226,7 +226,7 @@ def test_units_are_gathered_no_more_often_than_they_must_be_and_all_ahead():
 
 
 def memory_of_a_step(model: Any) -> tuple[int, int]:
-    """Return bytes that the forward leaves for the backward, and the most that there are at any moment of a step."""
+    """Return the bytes that forward keeps for backward, and the peak bytes of a step."""
     for step in range(3):
         loss_of(model, step).backward()
         model.zero_grad()
@@ -255,8 +255,8 @@ def kept_by(model: Any) -> int:
     ids=["by function", "by wrapper"],
 )
 @on_ranks(2)
-def test_forward_keeps_what_it_must_and_not_a_byte_more_for_sharding(kinds):
-    """The input of each region, and what is selected. Backward has unsharded gradients of at most two units besides."""
+def test_sharding_adds_no_activation_memory_to_checkpointed_forward(kinds):
+    """Forward keeps region inputs and selected outputs. Backward adds unsharded gradients of at most two units."""
     gc.disable()
     _, all_of_it = memory_of_a_step(without(leave, 6))
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Every public function refuses an argument of a wrong type by its name, before anything is sent."""
+"""Every public function rejects an argument of a wrong type by its name, before any communication."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fullshard.wrap import CustomPolicy, ModuleWrapPolicy
 WRONG: tuple[Any, ...] = (42, -1, float("nan"), None, "x", [], {}, object(), True)
 SHARDED = Placement.SHARDED
 
-Call = tuple[Callable[..., Any], dict[str, Any]]  # a public function, and arguments that it takes
+Call = tuple[Callable[..., Any], dict[str, Any]]  # a public function and valid arguments for it
 
 
 def calls() -> Iterator[Call]:
@@ -79,7 +79,7 @@ def outcome(function: Callable[..., Any], arguments: dict[str, Any], name: str, 
             list(made)
     except (fullshard.FullshardError, TypeError, ValueError) as error:
         own = isinstance(error, fullshard.FullshardError)
-        named = name in str(error) or "empty parameter list" in str(error)  # the latter is torch's
+        named = name in str(error) or "empty parameter list" in str(error)  # the latter message is from torch
         return "" if own or named else f"{type(error).__name__} that does not name it: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -88,7 +88,7 @@ def outcome(function: Callable[..., Any], arguments: dict[str, Any], name: str, 
 
 @pytest.mark.slow
 @on_ranks(1)
-def test_arguments_of_a_wrong_type_are_refused_by_name():
+def test_arguments_of_wrong_type_are_rejected_by_name():
     found = []
     for function, arguments in calls():
         for name in parameters(function):
@@ -100,8 +100,8 @@ def test_arguments_of_a_wrong_type_are_refused_by_name():
 
 
 @on_ranks(2)
-def test_they_are_refused_before_anything_is_sent():
-    """On ranks that all pass the same wrong argument."""
+def test_arguments_of_wrong_type_are_rejected_before_communication():
+    """All ranks pass the same wrong argument."""
     model = chain(fully_shard)
     model(inputs()).sum().backward()
     stated: list[str] = []

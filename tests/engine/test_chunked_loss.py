@@ -1,4 +1,4 @@
-"""A loss in chunks: the head is called many times outside of the model's forward, and gathered and reduced once."""
+"""Chunked loss: the head is called many times outside of the model's forward, but gathered and reduced once."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +22,7 @@ NAMES = ("all_gather", "reduce_scatter")
 
 
 class Decoder(Chain):
-    """Layers and a norm; the head is for the loss to call. The scale is the root's own."""
+    """Layers and a norm. The loss calls the head. The scale belongs to the root unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def keep_in_sync(model: Any, syncs: bool) -> None:
 
 
 def a_backward_each(model: Any, x: Tensor) -> None:
-    """The lines of docs/composition.md."""
+    """Run the loop of docs/composition.md, with one backward per chunk."""
     hidden = model(x)
     leaf = hidden.detach().requires_grad_()
     keep_in_sync(model, False)
@@ -110,7 +110,7 @@ Sent = Counter[tuple[str, str, int]]  # collectives by name, unit and bytes
 
 
 def train(loop: Callable[[Any, Tensor], None], strategy: str | None) -> tuple[list[Any], list[Sent]]:
-    """Return gradients and parameters of some steps, and what was sent in each."""
+    """Return gradients and parameters of some steps, and the collectives of each step."""
     shard = leave if strategy is None else partial(fully_shard, strategy=strategy)
     model = decoder(shard, reshard_after_forward=False)
     optimizer, left, sent = sgd(model), [], []
@@ -125,7 +125,7 @@ def train(loop: Callable[[Any, Tensor], None], strategy: str | None) -> tuple[li
 
 
 def of_the_head(sent: Sent) -> dict[str, int]:
-    """How often its unit was gathered, and reduced."""
+    """Return how often the unit of the head was gathered and reduced."""
     return {name: sum(n for (item, unit, _), n in sent.items() if (item, unit) == (name, HEAD)) for name in NAMES}
 
 
@@ -136,10 +136,10 @@ def of_others(sent: Sent) -> Sent:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @on_ranks(2)
-def test_a_loss_in_chunks_sends_what_it_does_without(strategy):
-    """Every loop has plain PyTorch's bits, and reshards nothing but the head before the model's own backward. That is
-    gathered and reduced once, also in the first step, without a known order; again only after a sum, since an
-    optimizer may have stepped, or after a manual reshard.
+def test_chunked_loss_communicates_like_unchunked_loss(strategy):
+    """Every loop matches plain PyTorch bitwise, and reshards only the head before the model's own backward. The head is
+    gathered and reduced once, also in the first step, whose order is unknown. It is gathered again only after a
+    reduction, since an optimizer may have stepped, or after a manual reshard.
     """
     sent = {}
     for loop in (a_backward_each, one_backward, summed_at_each, as_fsdp2_is_configured, without_chunks):
@@ -159,7 +159,7 @@ def test_a_loss_in_chunks_sends_what_it_does_without(strategy):
 
 
 @on_ranks(2)
-def test_deferred_gradients_are_sent_while_the_backward_continues():
+def test_deferred_head_gradients_are_reduced_first_during_backward():
     model = decoder(fully_shard, reshard_after_forward=False)
     with recording() as record:
         a_backward_each(model, inputs())
@@ -167,7 +167,7 @@ def test_deferred_gradients_are_sent_while_the_backward_continues():
 
 
 @on_ranks(2)
-def test_a_forward_that_was_passed_by_holds_nothing_in_the_next_step():
+def test_forward_without_backward_keeps_no_memory_in_the_next_step():
     model, kept = decoder(partial(fully_shard, strategy="zero2"), reshard_after_forward=False), []
     for is_of_all in (False, True):
         hidden = model(inputs())

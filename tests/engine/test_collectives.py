@@ -42,7 +42,7 @@ def choose(shares: bool) -> None:
 
 
 def numbers(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """What `rank` has: numbers whose sum depends on the order of the terms."""
+    """Return the values of `rank`. Their sum depends on the order of the terms."""
     generator = torch.Generator().manual_seed(1000 * seed + 10 * numel + rank)
     exponents = torch.randint(-6, 6, (numel,), generator=generator)
     return (torch.randn(numel, generator=generator) * 2.0**exponents).to(dtype)
@@ -56,13 +56,13 @@ def sum_in_rank_order(numel: int, dtype: torch.dtype, divisor: float, seed: int 
 
 
 def local(whole: Tensor) -> Tensor:
-    """Return this rank's part of `whole`; the last ones may be short or empty."""
+    """Return this rank's chunk of `whole`. The last chunks may be short or empty."""
     span = owned(whole.numel(), dist.get_world_size(), dist.get_rank())
     return whole[span.start : span.stop]
 
 
 class Gather:
-    """Return an all-gather of parts of each size, and its expected result."""
+    """An all-gather of chunks of each size, and its expected result."""
 
     def __init__(self, dtype: torch.dtype, seed: int = 0, in_place: bool = False) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -83,7 +83,7 @@ class Gather:
 
 
 class Scatter:
-    """Return a reduce-scatter of tensors of each size, and its expected result."""
+    """A reduce-scatter of tensors of each size, and its expected result."""
 
     def __init__(self, dtype: torch.dtype, seed: int = 0, divisor: float = 1) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -104,7 +104,7 @@ class Scatter:
 
 
 class AllReduce:
-    """Return an all-reduce of tensors of each size, and its expected result."""
+    """An all-reduce of tensors of each size, and its expected result."""
 
     def __init__(self, dtype: torch.dtype, seed: int = 0, divisor: float = 1) -> None:
         self.divisor = divisor
@@ -119,7 +119,7 @@ class AllReduce:
 
 
 class Exchange:
-    """Return an all-to-all of parts of every size, including empty ones, and its expected result."""
+    """An all-to-all of chunks of every size, including empty ones, and its expected result."""
 
     def __init__(self, dtype: torch.dtype, seed: int = 0, in_place: bool = False) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -146,8 +146,8 @@ class Exchange:
 @WAYS
 @WORLDS
 @on_new_ranks("world")
-def test_every_collective_brings_what_was_sent_or_its_sum_in_rank_order_divided_once(world, shares):
-    """Sums have the same bits whichever collective carried them: what makes strategies agree."""
+def test_collectives_return_exact_values_or_sums_in_rank_order(world, shares):
+    """Sums are bitwise equal for every collective that computes them, so all strategies agree."""
     choose(shares)
     for dtype in DTYPES:
         calls = [Gather(dtype), Gather(dtype, in_place=True), Scatter(dtype), Scatter(dtype, divisor=world)]
@@ -156,14 +156,14 @@ def test_every_collective_brings_what_was_sent_or_its_sum_in_rank_order_divided_
         for call in calls:
             pending = call.start()
             pending.wait()
-            pending.wait()  # is allowed, and does nothing
+            pending.wait()  # a second wait is allowed and does nothing
             call.check()
 
 
 @WAYS
 @WORLDS
 @on_new_ranks("world")
-def test_messages_of_many_calls_do_not_meet(world, shares):
+def test_messages_of_concurrent_collectives_do_not_mix(world, shares):
     """Each rank may wait in a different order, because messages have tags."""
     choose(shares)
     rank = dist.get_rank()
@@ -183,7 +183,7 @@ def test_messages_of_many_calls_do_not_meet(world, shares):
 @WAYS
 @WORLDS
 @on_new_ranks("world")
-def test_all_reduces_end_in_any_order_that_ranks_agree_on(world, shares):
+def test_all_reduces_complete_in_any_order_common_to_all_ranks(world, shares):
     choose(shares)
     calls = [AllReduce(torch.float32, seed, divisor=2) for seed in range(4)]
     pending = [call.start() for call in calls]
@@ -195,7 +195,7 @@ def test_all_reduces_end_in_any_order_that_ranks_agree_on(world, shares):
 @WAYS
 @WORLDS
 @on_new_ranks("world")
-def test_the_record_reports_what_each_rank_sent(world, shares):
+def test_recording_reports_bytes_and_messages_sent_by_each_rank(world, shares):
     elements = sum(NUMELS)
     choose(shares)
     with recording() as record:
@@ -205,7 +205,7 @@ def test_the_record_reports_what_each_rank_sent(world, shares):
             pending.wait()
             assert record.events[-1].end >= record.events[-1].start
         transports().broadcast([torch.zeros(10), torch.zeros(3)], 0, origin=ORIGIN)
-    Gather(torch.float32).start().wait()  # without a receiver
+    Gather(torch.float32).start().wait()  # outside of the recording
     rank = dist.get_rank()
     gather, scatter, reduce, exchange, broadcast = record.events
     assert record.names() == ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
@@ -218,7 +218,7 @@ def test_the_record_reports_what_each_rank_sent(world, shares):
     assert exchange.sent_bytes == 4 * sum(sent)
     assert broadcast.sent_bytes == (4 * 13 if rank == 0 else 0)
     messages = [event.messages for event in (gather, scatter, reduce, exchange)]
-    if shares:  # one says where all of it lies
+    if shares:  # one message has the location of all data
         assert messages == [world - 1, world - 1, 2 * (world - 1), world - 1]
     else:
         of_each = len(NUMELS) * (world - 1)
@@ -228,7 +228,7 @@ def test_the_record_reports_what_each_rank_sent(world, shares):
 
 
 @on_new_ranks(2)
-def test_a_group_has_one_collectives_object_and_every_tag_once():
+def test_process_group_has_one_collectives_object_with_unique_tags():
     """Two objects would use the same tags and confuse their messages."""
     group = dist.new_group(list(range(dist.get_world_size())))
     own = collectives_for(group, torch.device("cpu"))
@@ -246,7 +246,7 @@ def test_a_group_has_one_collectives_object_and_every_tag_once():
 
 
 @on_new_ranks(3)
-def test_connections_can_be_broken_after_a_peer_has_closed_its_own():
+def test_break_connections_works_after_a_peer_closed_its_connections():
     group = dist.new_group(list(range(dist.get_world_size())))
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
@@ -277,7 +277,7 @@ def test_connections_can_be_broken_after_a_peer_has_closed_its_own():
 @pytest.mark.slow
 @WAYS
 @on_new_ranks(2)
-def test_models_that_only_some_ranks_build_change_nothing(shares):
+def test_unused_models_on_some_ranks_do_not_affect_training(shares):
     """A rank may shard models that it never uses, before the first step and between steps."""
     choose(shares)
     rng, unused = random.Random(dist.get_rank()), list[nn.Module]()

@@ -1,4 +1,4 @@
-"""What `torch.compile` makes of sharded models: the graphs that it makes of plain ones, and the same numbers."""
+"""`torch.compile` of sharded models: graphs and results match those of unsharded models."""
 
 import itertools
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from fullshard import ConfigError, FullyShardedDataParallel, MixedPrecisionPolic
 from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
-# The compiler itself looks at the gradients of what it is given.
+# The compiler itself reads the gradients of its inputs.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 STEPS = 5  # the last three must find everything compiled
@@ -47,7 +47,7 @@ def blocks_by_method(shard: Shard, **options: Any) -> Any:
 
 
 def blocks_by_function(shard: Shard, **options: Any) -> Any:
-    """Each block in the module that `torch.compile` puts around it, then sharded."""
+    """Each block wrapped in the module that `torch.compile` returns, then sharded."""
     return chain(shard, Chain([torch.compile(layer, **options) for layer in Chain().layers]))
 
 
@@ -68,7 +68,7 @@ BLOCKS = [blocks_by_method, blocks_by_function, blocks_afterwards, checkpointed_
 
 
 class Steps(Chain):
-    """Calls its layers one by one: what has to be interrupted within a loop, the compiler leaves alone."""
+    """Calls its layers without a loop, because the compiler skips functions with a graph break within a loop."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x + 1)
@@ -107,23 +107,23 @@ def compiled(build: Callable[..., Any], options: dict[str, Any], shard: Shard) -
     return learn(build(shard, **options))
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "build", [BLOCKS[0], *(pytest.param(block, marks=pytest.mark.slow) for block in (*BLOCKS[1:], whole_model))]
 )
-def test_compiled_models_learn_the_bits_of_plain_ones_compiled_in_the_same_way(build):
-    """Blocks are one graph each: `fullgraph` allows no break."""
+def test_compiled_sharded_model_matches_compiled_plain_model_bitwise(build):
+    """Each block is one graph: `fullgraph` allows no graph break."""
     options = {"backend": "aot_eager", "fullgraph": build in BLOCKS}
     strategies = ONE_AXIS if build is blocks_by_method else ("zero3",)
     run_ranks(2, agree_with_plain, partial(compiled, build, options), *strategies)
 
 
 @on_new_ranks(2)
-def test_compiled_steps_are_refused():
-    """Dynamo cannot trace a `DTensor` of a part of a buffer."""
+def test_compiled_optimizer_step_raises():
+    """Dynamo cannot trace a `DTensor` whose local tensor is a view of a buffer."""
     for name, steps in itertools.product(("SGD", "AdamW"), (0, 2)):
         model = chain(fully_shard)
         optimizer = getattr(torch.optim, name)(model.parameters())
@@ -138,14 +138,14 @@ def test_compiled_steps_are_refused():
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_the_wrapper_can_be_compiled():
+def test_compiled_wrapper_matches_compiled_plain_model_bitwise():
     in_wrapper, plain = (compiled(whole_model, {"backend": "eager"}, way) for way in (FullyShardedDataParallel, leave))
     assert_same(in_wrapper, plain)
 
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_compiled_models_compute_in_the_requested_dtype():
+def test_compiled_model_matches_eager_under_mixed_precision():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard = partial(fully_shard, mp_policy=policy)
     torch.testing.assert_close(compiled(blocks_by_method, {"backend": "aot_eager"}, shard), learn(chain(shard)))
@@ -153,7 +153,7 @@ def test_compiled_models_compute_in_the_requested_dtype():
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_a_compiled_backward_reads_nothing_that_was_freed():
+def test_compiled_backward_reads_no_freed_memory():
     """A graph saves views of unsharded parameters for its backward, or copies of results computed from them."""
     left = []
     for poisons in (False, True):
@@ -171,7 +171,7 @@ def test_a_compiled_backward_reads_nothing_that_was_freed():
 
 
 def learn_by_inductor() -> None:
-    """Compile one program: all blocks are alike if their inputs need gradients, and it is not used to evaluate."""
+    """Compile only one program: all blocks are identical if their inputs need gradients and there is no evaluation."""
     torch._dynamo.reset()
     found = []
     for model in (blocks_by_function(fully_shard, fullgraph=True), chain(leave)):
@@ -189,11 +189,11 @@ def learn_by_inductor() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # compiling C++ takes minutes on a busy machine
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own, as it is imported
-def test_the_default_backend_learns_the_same_within_its_tolerance(monkeypatch, tmp_path):
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # raised by an import within torch
+def test_inductor_matches_eager_plain_model_within_tolerance(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # without compiling a program per instruction set to find out
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # skip the test program per instruction set
     run_ranks(2, learn_by_inductor, timeout=560)
 
 
@@ -201,7 +201,7 @@ def test_the_default_backend_learns_the_same_within_its_tolerance(monkeypatch, t
 
 
 def count_graphs() -> dict[str, tuple[int, int]]:
-    """Graphs and breaks of a training step, by what is compiled: of the plain model, then of the sharded one."""
+    """Return graphs and graph breaks of a training step by build function, for the plain and then the sharded model."""
     counts = {}
     for build in (*BLOCKS, whole_model, whole_loop):
         for shard in (leave, fully_shard):
@@ -217,9 +217,9 @@ def count_graphs() -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.slow
-def test_graphs_end_where_units_begin_and_nowhere_else():
-    """A compiled block is one graph, and another for the first, whose input needs no gradient. A compiled model is
-    interrupted once for each unit in it; from within a loop, the compiler goes on to the blocks alone.
+def test_graph_breaks_occur_only_at_units():
+    """A compiled block is one graph, and the first block has another one, because its input needs no gradient. A
+    compiled model has one graph break per unit. If the breaks are within a loop, the compiler compiles only the blocks.
     """
     blocks = {build.__name__: ((2, 0), (2, 0)) for build in BLOCKS}
     expected = {**blocks, "whole_model": ((1, 0), (7, 4)), "whole_loop": ((1, 0), (2, 0))}

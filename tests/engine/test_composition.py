@@ -1,4 +1,4 @@
-"""Every cell of the table in docs/composition.md: what a pair or triple of parallelisms gives under a strategy."""
+"""Every cell of the table in docs/composition.md: the result of a combination of parallelisms under a strategy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_slice(strategy: str) -> dict[str, Any]:
 
 
 def by_names(strategy: str) -> dict[str, Any]:
-    """Two axes of data, context parallel's for one: both are sharded over."""
+    """Shard over two data axes, one of which is the context parallel axis."""
     replicate = "dp_replicate" if hybrid(strategy) else None
     mesh = mesh_of(dp_replicate=2, dp_shard=1, cp=2) if replicate else mesh_of(dp_shard=2, cp=2, tp=1)
     return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(("dp_shard", "cp"), replicate), "strategy": strategy}
@@ -166,12 +166,12 @@ def table() -> tuple[list[str], dict[str, list[str]]]:
     return strategies, {row[0]: row[1:] for row in rows(text)}
 
 
-def test_the_table_has_every_combination():
+def test_composition_table_has_every_combination():
     assert list(table()[1]) == [*COMBINATIONS, *BY_PARITY]
 
 
 @pytest.mark.slow
-def test_every_cell_matches_its_run():
+def test_composition_table_cells_match_runs():
     strategies, cells = table()
     for found in run_ranks(4, verdicts, strategies):
         assert found == {name: cells[name] for name in COMBINATIONS}
@@ -180,13 +180,13 @@ def test_every_cell_matches_its_run():
 @pytest.fixture
 def _ends_eight_ranks():
     yield
-    end_shared_ranks()  # the threads of their many process groups slow down what follows
+    end_shared_ranks()  # the threads of their many process groups slow down later tests
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combination", BY_PARITY)
-def test_every_cell_of_longer_combinations_matches_its_run(combination, monkeypatch, _ends_eight_ranks):
-    """Compare with unsharded training on the same ranks, which has one process's numbers within rounding."""
+def test_composition_table_cells_of_longer_combinations_match_runs(combination, monkeypatch, _ends_eight_ranks):
+    """Compare with unsharded training on the same ranks, which matches a single process within rounding."""
     monkeypatch.setattr(check, "run_ranks", run_ranks)  # all strategies train in the same processes
     strategies, cells = table()
     report = compared(2, strategies, blocks=2, **BY_PARITY[combination])

@@ -1,4 +1,4 @@
-"""Copies of sharded models, and averages of weights that are made of them."""
+"""Deep copies of sharded models, and weight averages made from them."""
 
 import copy
 from collections.abc import Callable
@@ -51,7 +51,7 @@ SHARDS: dict[str, Shard] = {
 
 @pytest.mark.parametrize("name", SHARDS)
 @on_ranks(2)
-def test_a_copy_trains_as_the_model_would_and_alone(name):
+def test_deepcopy_trains_identically_and_independently(name):
     shard = SHARDS[name]
     model = chain(lambda module: module) if shard is FullyShardedDataParallel else chain(shard)
     if shard is FullyShardedDataParallel:
@@ -76,7 +76,7 @@ def test_a_copy_trains_as_the_model_would_and_alone(name):
 
 @pytest.mark.parametrize("name", SHARDS)
 @on_ranks(2)
-def test_a_model_and_its_optimizer_are_copied_together(name):
+def test_deepcopy_copies_model_and_optimizer_together(name):
     for steps in (0, 2) if name in ("zero3", "wrapper") else (2,):  # the second step is taken on plain shards
         model = FullyShardedDataParallel(chain(lambda module: module)) if name == "wrapper" else chain(SHARDS[name])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -105,7 +105,7 @@ class CountedCopies(nn.Linear):
 
 
 @on_ranks(2)
-def test_a_module_that_defines_how_it_is_copied_is_copied_so():
+def test_deepcopy_calls_custom_deepcopy_of_modules():
     for shard_root in (fully_shard, FullyShardedDataParallel):
         for is_unit in (True, False):
             model = nn.Sequential(weight_norm(nn.Linear(48, 48)), CountedCopies(48, 48), nn.Linear(48, 48))
@@ -123,7 +123,7 @@ def test_a_module_that_defines_how_it_is_copied_is_copied_so():
 
 @pytest.mark.parametrize("first", [0, 2])
 @on_ranks(2)
-def test_a_copy_keeps_ties_across_units(first):
+def test_deepcopy_keeps_tied_weights_across_units(first):
     for are_tied_before in (True, False):
         model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48), nn.Linear(48, 48))
         if are_tied_before:
@@ -140,8 +140,8 @@ def test_a_copy_keeps_ties_across_units(first):
 
 
 @on_ranks(2)
-def test_a_copy_has_all_that_the_model_has():
-    """Tied weights, frozen ones, marks, buffers, ignored parameters, hooks of the user's, the meta device."""
+def test_deepcopy_preserves_all_model_attributes():
+    """Check tied and frozen weights, attributes, buffers, ignored parameters, user hooks and the meta device."""
     model = SmallGPT()
     model.embedding.weight.mark = "tied"
     model.extra = nn.Linear(4, 4)
@@ -177,7 +177,7 @@ def test_a_copy_has_all_that_the_model_has():
 
 
 @on_ranks(4)
-def test_copies_of_tensor_parallel_parameters_have_the_same_placements():
+def test_deepcopy_keeps_placements_of_tensor_parallel_parameters():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -188,8 +188,8 @@ def test_copies_of_tensor_parallel_parameters_have_the_same_placements():
 
 
 @on_ranks(2)
-def test_a_copy_has_the_values_of_parameters_that_were_frozen_after_sharding():
-    """The units of a copy group parameters by what is trained now, so their order may differ."""
+def test_deepcopy_keeps_values_of_parameters_frozen_after_sharding():
+    """The units of a copy group parameters by their current requires_grad, so their order may differ."""
     for frozen in range(3):
         torch.manual_seed(frozen)
         layers = [nn.Linear(6, 6, bias=bias) for bias in (False, False, True)]
@@ -204,7 +204,7 @@ def test_a_copy_has_the_values_of_parameters_that_were_frozen_after_sharding():
 
 
 class Normed(nn.Module):
-    """A model with batch statistics, which an average has to learn again."""
+    """A model with batch statistics, which an averaged model must recompute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def average(shard: Shard, options: Any) -> list[Any]:
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
 @pytest.mark.parametrize("options", [{}, {"use_buffers": True}, "ema", "ema of buffers"], ids=str)
 @on_ranks(2)
-def test_an_average_of_shards_is_that_of_whole_parameters(strategy, options):
+def test_averaged_model_of_shards_matches_plain_averaged_model(strategy, options):
     plain = average(lambda module: module, options)
     assert_same(average(partial(fully_shard, strategy=strategy), options), plain)
     dist.barrier()
@@ -277,7 +277,7 @@ def compiled(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("shard", [fully_shard, FullyShardedDataParallel])
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, Forwarding, CopiesItself, compiled])
 @on_ranks(2)
-def test_a_wrapper_around_a_unit_is_copied_with_it(wrap, shard):
+def test_deepcopy_copies_wrapper_around_a_unit(wrap, shard):
     def normalized() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8))

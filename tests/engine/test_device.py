@@ -1,4 +1,4 @@
-"""The seam to the accelerator, as far as it can be seen without one."""
+"""The accelerator interface, as far as it can be tested without an accelerator."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from fullshard.tape.tape import Recorded, Waited
 
 
 class Capturing(StreamAccelerator):
-    """One that records a graph, with streams that write on a tape."""
+    """An accelerator that captures a graph, with streams that record on a tape."""
 
     is_capturing = True
 
@@ -25,7 +25,7 @@ class Capturing(StreamAccelerator):
         self.streams = DryAccelerator(tape).streams
 
 
-def test_a_graph_ends_after_the_gather_stream():
+def test_graph_capture_ends_after_the_gather_stream():
     tape = dry.Tape()
     Capturing(tape).end_pass()
     assert [type(entry) for entry in tape.entries] == [Recorded, Waited]
@@ -42,7 +42,7 @@ class Noting(Accelerator):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @on_ranks(1)
-def test_a_graph_may_end_after_each_forward_and_each_backward(strategy):
+def test_end_pass_is_called_after_each_forward_and_backward(strategy):
     accelerator, found = Noting(), []
     with pretending(accelerator):
         model = chain(partial(fully_shard, strategy=strategy))
@@ -57,8 +57,8 @@ def test_a_graph_may_end_after_each_forward_and_each_backward(strategy):
     assert found == [1, 2, 3, 4, 5]
 
 
-def test_each_use_of_a_stream_has_a_handle_of_its_own():
-    """Up to torch 2.11 one handle cannot be entered twice, and any handle has one stream to go back to."""
+def test_device_stream_creates_a_new_handle_per_use():
+    """Up to torch 2.11, one handle cannot be entered twice, and each handle stores only one stream to return to."""
     stream = DeviceStream.__new__(DeviceStream)
     stream._own = torch.Stream(stream_id=3, device_index=0, device_type=1)  # as torch.Stream(device) gives on a GPU
     one, other = stream.queueing(), stream.queueing()
@@ -66,8 +66,8 @@ def test_each_use_of_a_stream_has_a_handle_of_its_own():
     assert one == other == stream._own
 
 
-def test_a_dry_run_is_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch):
-    monkeypatch.setattr(current, "_accelerator", lambda: torch.device("cuda"))  # which is looked up once
+def test_dry_run_uses_cpu_on_a_machine_with_gpu(monkeypatch):
+    monkeypatch.setattr(current, "_accelerator", lambda: torch.device("cuda"))  # looked up only once
     assert usual_device_type() == "cuda"
     with dry.taped():
         assert usual_device_type() == "cpu"

@@ -1,4 +1,4 @@
-"""The engine run dry does what the engine does: the same numbers on real tensors, the same tape on fake ones."""
+"""A dry run behaves like the engine: the same values on real tensors, and the same tape on fake tensors."""
 
 import copy
 import gc
@@ -26,7 +26,7 @@ from fullshard.testing import assert_same
 
 
 def learn(strategy: str, option: str) -> list[Any]:
-    """Return all that a run leaves, with accumulation, sums withheld and clipping."""
+    """Return all results of a run with gradient accumulation, deferred all-reduces and gradient clipping."""
     mesh = {"mesh": replicated(2, 1)} if "hsdp" in strategy else {}
     model = chain(partial(fully_shard, strategy=strategy, **OPTIONS[option], **mesh))
     optimizer, left = sgd(model), []
@@ -50,7 +50,7 @@ def replicated(replicas: int, shards: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["", "bf16", pytest.param("fp16", marks=pytest.mark.slow), "offload"])
 @on_ranks(2)
-def test_streams_change_no_bit(option):
+def test_taped_streams_keep_results_bitwise_equal(option):
     for strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
         expected = learn(strategy, option)
         with dry.taped(values=True) as tape:
@@ -59,8 +59,8 @@ def test_streams_change_no_bit(option):
 
 
 def reported(tape: dry.Tape) -> list[Any]:
-    """What a tape tells from the first forward on, without the numbers of storages and marks: before it, values are
-    looked at where there are any.
+    """Return the entries of a tape from the first forward on, without the numbers of storages and marks. Before it,
+    the entries differ, because values are read if there are any.
     """
     left: list[Any] = []
     start = next(i for i, entry in enumerate(tape.entries) if entry.origin.phase is Phase.FORWARD)
@@ -78,7 +78,7 @@ def reported(tape: dry.Tape) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_fake_tensors_leave_the_tape_that_real_ones_leave(strategy):
+def test_fake_tensors_record_the_same_tape_as_real_tensors(strategy):
     for loop, option in (("steps", "bf16"), ("accumulation", "offload")):
         fakes, reals = (tape_of(strategy, loop, option, values=values) for values in (False, True))
         assert reported(fakes) == reported(reals)
@@ -92,21 +92,21 @@ def make_chain(strategy: str = "zero3") -> Any:
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_a_step_of_one_rank_of_any_world(strategy):
+def test_dry_run_counts_collectives_and_flops_at_any_world_size(strategy):
     for world in (2, 512, 4096):
         tape = dry.run(partial(make_chain, strategy), inputs, world=world, steps=2, microbatches=2, max_norm=1.0)
         kinds = Counter(entry.name for entry in tape.of(Collective))
         units, reductions = 5, 2 * 5
         gathers = {"ddp": 0, "zero1": 2, "zero2": 4, "zero3": 8}[strategy] * (units - 1)
-        gathers += {"ddp": 0, "zero1": 2, "zero2": 4, "zero3": 4}[strategy]  # of the root, once a microbatch
+        gathers += {"ddp": 0, "zero1": 2, "zero2": 4, "zero3": 4}[strategy]  # of the root, once per microbatch
         assert kinds["allgather_into_tensor_coalesced_"] == gathers
         assert kinds["allreduce_coalesced_" if strategy == "ddp" else "reduce_scatter_tensor_coalesced_"] == reductions
         assert all(entry.ranks == tuple(range(world)) for entry in tape.of(Collective))
         flops = [entry.flops for entry in tape.of(Operation) if entry.origin.phase is Phase.FORWARD]
-        assert sum(flops) == 2 * 2 * 2 * 6 * (4 * 2 * 48 * 192 + 48 * 5)  # steps, microbatches, a product's two, rows
+        assert sum(flops) == 2 * 2 * 2 * 6 * (4 * 2 * 48 * 192 + 48 * 5)  # steps, microbatches, 2 per product, rows
 
 
-def test_a_model_that_no_machine_has_memory_for():
+def test_dry_run_handles_model_larger_than_machine_memory():
     width = 1 << 17
 
     def make() -> nn.Module:
@@ -121,7 +121,7 @@ def test_a_model_that_no_machine_has_memory_for():
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 @on_ranks(1)
-def test_the_peak_of_a_tape_is_that_of_the_run(strategy):
+def test_tape_peak_bytes_match_measured_peak(strategy):
     def train() -> None:
         model = chain(partial(fully_shard, strategy=strategy))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -138,8 +138,8 @@ def test_the_peak_of_a_tape_is_that_of_the_run(strategy):
     assert counted == taped
 
 
-def test_what_leaves_no_trace_is_freed():
-    """All memory is given back when the model is gone."""
+def test_tape_frees_all_memory_of_a_deleted_model():
+    """All memory is freed when the model is deleted."""
     with dry.world(8), dry.taped() as tape:
         model = make_chain()
         model(inputs()).mean().backward()
@@ -149,7 +149,7 @@ def test_what_leaves_no_trace_is_freed():
 
 
 def waits_of(tape: dry.Tape, stream: str, on: str) -> list[int]:
-    """Return the places on the tape where `stream` waits for `on`."""
+    """Return the indices of the tape entries in which `stream` waits for `on`."""
     of_stream = {entry.mark: entry.stream for entry in tape.of(Recorded)}
     return [
         i
@@ -159,8 +159,8 @@ def waits_of(tape: dry.Tape, stream: str, on: str) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
-def test_gathers_run_next_to_computation_though_no_order_is_known(strategy):
-    """In the first forward, and after a deviation, a gather waits for the unit before last."""
+def test_all_gathers_overlap_computation_without_known_order(strategy):
+    """In the first forward, and after a change of order, an all-gather waits for the unit before last."""
     orders = [[0, 1, 2, 3], [3, 2, 1, 0]]
 
     class Shuffled(Chain):
@@ -181,14 +181,14 @@ def test_gathers_run_next_to_computation_though_no_order_is_known(strategy):
         -1,
         -1,
         [],
-    )  # where the unit before began to compute; what the gather stream has waited for
+    )  # index at which the previous unit started to compute; last index that the gather stream waits for
     for i, entry in enumerate(tape.entries):
         if isinstance(entry, Waited) and entry.stream == "gather":
             known = max(known, marks[entry.mark])
         elif isinstance(entry, Collective) and entry.origin.unit:
             alongside.append(known < began)
             began = next(j for j in range(i, len(tape.entries)) if starts_computing(tape.entries[j], entry))
-    # 0 is gathered after the root, since it came next last time, and stays; 3 is taken for the last one.
+    # Layer 0 is gathered after the root, as in the last forward, and stays. Layer 3 is assumed to be the last one.
     assert alongside == [False, True, True, True, *(False, True, False, True)]
 
 
@@ -204,8 +204,8 @@ def reductions(tape: dry.Tape) -> list[int]:
     ]
 
 
-def test_sums_over_replicas_hold_nothing_up_until_the_one_after_next():
-    """The slow network of hybrid sharding has the backward of two units to itself."""
+def test_all_reduce_over_replicas_overlaps_backward_of_next_units():
+    """In hybrid sharding, an all-reduce over the slow network can overlap the backward of two units."""
     tape = dry.run(
         lambda mesh: chain(partial(fully_shard, strategy="hsdp", mesh=mesh)),
         inputs,
@@ -221,7 +221,7 @@ def test_sums_over_replicas_hold_nothing_up_until_the_one_after_next():
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp", "ddp"])
-def test_gradients_go_to_the_host_on_a_stream_of_their_own(strategy):
+def test_gradients_are_offloaded_on_a_separate_stream(strategy):
     tape = tape_of(strategy, "steps", "offload")
     copies = [entry for entry in tape.of(Operation) if entry.copies and entry.stream in ("compute", "offload")]
     to_host = {entry.stream for entry in copies if entry.origin.phase is Phase.POST_BACKWARD}
@@ -232,7 +232,7 @@ def test_gradients_go_to_the_host_on_a_stream_of_their_own(strategy):
 
 
 @on_ranks(2)
-def test_whole_gradients_are_where_their_offloaded_parameters_are():
+def test_ddp_gradients_with_offload_match_gradients_without_offload():
     with dry.taped(values=True):
         model = chain(partial(fully_shard, strategy="ddp", **OPTIONS["offload"]))
         expected = chain(partial(fully_shard, strategy="ddp"))
@@ -277,7 +277,7 @@ def clipped(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", [False, True])
-def test_models_that_people_have_run_dry(values):
+def test_dry_run_supports_common_models(values):
     makers = [
         lambda: by_twos(Masked()),
         lambda: by_twos(nn.BatchNorm1d(48)),
@@ -292,7 +292,7 @@ def test_models_that_people_have_run_dry(values):
     dry.run(make_chain, inputs, world=8, values=values, make_optimizer=learning_rate, loss=clipped)
 
 
-def test_a_dry_run_states_what_it_cannot_do():
+def test_dry_run_rejects_unsupported_models_and_arguments():
     with pytest.raises(ConfigError, match=r"aten\.nonzero .*depends on values.*values=True"):
         dry.run(make_chain, inputs, world=2, loss=lambda model, batch: model(batch).nonzero().float().sum())
     with pytest.raises(ConfigError, match="returned list, which is neither a tensor nor"):
@@ -310,7 +310,7 @@ def test_a_dry_run_states_what_it_cannot_do():
     assert not dist.is_initialized()
 
 
-def test_a_step_that_is_finalized_manually_does_not_enter_a_dry_run():
+def test_manually_finalized_model_raises_in_dry_run():
     with dry.world(1):
         model = make_chain()
         model.set_manual_backward_finalization(True)
@@ -320,7 +320,7 @@ def test_a_step_that_is_finalized_manually_does_not_enter_a_dry_run():
                     model(inputs())
 
 
-def test_a_model_does_not_leave_or_enter_a_dry_run():
+def test_model_raises_when_it_enters_or_leaves_a_dry_run():
     with dry.world(1):
         model = make_chain()
         with dry.taped(values=True):
@@ -342,7 +342,7 @@ class Listing(nn.Linear):
 
 
 class Module:
-    """A stand-in for torch's module of a device, not yet used."""
+    """A stand-in for a device module such as torch.cuda, not yet initialized."""
 
     def __init__(self) -> None:
         self.device: int | None = None
@@ -362,7 +362,7 @@ class Module:
 
 
 @pytest.mark.parametrize(("chosen", "found"), [(None, 3), (0, 0), (2, 2)])
-def test_a_rank_computes_on_the_device_of_its_number_unless_it_has_chosen_one(chosen, found, monkeypatch):
+def test_current_device_is_local_rank_unless_device_was_set(chosen, found, monkeypatch):
     module = Module()
     module.device = chosen
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
@@ -370,7 +370,7 @@ def test_a_rank_computes_on_the_device_of_its_number_unless_it_has_chosen_one(ch
     assert current.current_device("cuda") == torch.device("cuda", found)
 
 
-def test_nothing_above_the_seam_names_a_kind_of_accelerator():
+def test_device_independent_packages_do_not_refer_to_torch_cuda():
     from pathlib import Path
 
     import fullshard
@@ -395,13 +395,13 @@ class Compared(nn.Linear):
     "batch",
     [(torch.ones(2, 48), torch.ones(2, 48)), [torch.ones(2, 48), 1.0], {"x": torch.ones(2, 48), "target": 1.0}],
 )
-def test_batches_are_the_arguments_of_the_model(batch):
+def test_dry_run_passes_batches_as_model_arguments(batch):
     assert dry.run(lambda: fully_shard(Compared(48, 48)), lambda: batch, world=4, steps=1).entries
     with pytest.raises(ConfigError, match="forward does not take a batch of type"):
         dry.run(lambda: fully_shard(nn.Linear(48, 48)), lambda: batch, world=4, steps=1)
 
 
-def test_ranks_of_hybrid_meshes_run_dry_one_after_the_other():
+def test_dry_run_supports_several_ranks_of_hybrid_mesh_in_sequence():
     """Meshes of an earlier world, whose process groups do not exist anymore, are equal to those of a later one."""
     for rank in (0, 5, 2):
         tape = dry.run(
@@ -424,7 +424,7 @@ def test_ranks_of_hybrid_meshes_run_dry_one_after_the_other():
         lambda: DeviceMesh("cuda", [[0, 1, 2, 3], [4, 5, 6, 7]]),
     ],
 )
-def test_a_function_that_makes_its_mesh_takes_the_same_steps(make_mesh):
+def test_dry_run_with_mesh_made_by_model_function_matches_make_mesh(make_mesh):
     def collectives(tape: dry.Tape) -> list[Any]:
         return [(entry.name, entry.ranks, entry.sizes) for entry in tape.of(Collective)]
 
@@ -435,13 +435,13 @@ def test_a_function_that_makes_its_mesh_takes_the_same_steps(make_mesh):
     assert collectives(tape) == collectives(expected)
 
 
-def test_a_mesh_of_a_tensor_is_refused_among_tensors_without_values():
+def test_dry_run_rejects_device_mesh_of_a_tensor():
     with pytest.raises(ConfigError, match=r"no values in a dry run\. Pass a list of ranks"):
         dry.run(lambda: chain(partial(fully_shard, mesh=DeviceMesh("cpu", torch.arange(8)))), inputs, world=8)
 
 
 @pytest.mark.slow
-def test_the_work_of_a_dry_run_is_proportional_to_the_number_of_layers():
+def test_dry_run_cost_is_linear_in_the_number_of_layers():
     def calls_of(layers: int) -> int:
         count = 0
 

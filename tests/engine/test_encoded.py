@@ -1,4 +1,4 @@
-"""Encoded communication: every rank computes with the same numbers, bytes match the formulas, and nothing is lost."""
+"""Encoded communication: all ranks compute with the same values, bytes match formulas, and no gradient is lost."""
 
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ def param_groups(model: nn.Module) -> list[ParamGroup]:
 
 
 def same_everywhere(tensors: list[Tensor]) -> None:
-    """Nothing, if all ranks have the same bits."""
+    """Assert that the tensors are bitwise equal on all ranks."""
     local = torch.cat([tensor.detach().reshape(-1).view(torch.int32) for tensor in tensors])
     all_of_them = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(all_of_them, local)
@@ -69,7 +69,7 @@ def same_everywhere(tensors: list[Tensor]) -> None:
 
 
 def unsharded(model: Any) -> list[Tensor]:
-    """Every parameter as the modules compute with it, one unit after the other, in the order of the plain model's."""
+    """Unshard one unit at a time. Return each parameter as modules compute with it, in the plain model's order."""
     found: dict[str, Tensor] = {}
     for unit in units_in(model):
         unit.module.unshard()
@@ -107,7 +107,7 @@ def rounded(model: Any, transport: str, world: int) -> list[Tensor]:
 
 
 def in_place(model: nn.Module) -> set[str]:
-    """Return the parameters whose parts are encoded alone, by FQN."""
+    """Return the FQNs of the parameters whose chunks are encoded separately."""
     names = {id(param): name for name, param in model.named_parameters()}
     return {
         names[id(param.sharded)]
@@ -147,22 +147,22 @@ def gathers_of_all(shares: bool, strategies: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_every_rank_decodes_the_same_bytes():
-    """Bits do not depend on the strategy here either, nor on whether ranks share memory."""
+def test_encoded_all_gather_is_bitwise_equal_across_ranks_and_strategies():
+    """Results are bitwise equal under every strategy, and with or without shared memory."""
     assert_same(run_ranks(2, gathers_of_all, True, SHARDING), run_ranks(2, gathers_of_all, False, ["zero3"]))
 
 
 @pytest.mark.slow
-def test_groups_and_replicas_have_the_same_numbers_too():
+def test_encoded_all_gather_is_equal_across_groups_and_replicas():
     """Messages across groups are encoded, and gathers within a group return the decoded values."""
     for zero3, *grouped in run_ranks(4, gathers_of, ("zero3", HPZ), "int8"):
         for other in grouped:
             assert_same(other, zero3)
-    run_ranks(4, gathers_of, (HFSDP, "hsdp"), "int8")  # which sum in a different order
+    run_ranks(4, gathers_of, (HFSDP, "hsdp"), "int8")  # these sum in a different order
 
 
 @on_ranks(1)
-def test_with_one_rank_nothing_travels_and_no_bit_changes():
+def test_encoding_on_one_rank_matches_plain_pytorch_bitwise():
     plain = learn(chain(leave))
     policy = MixedPrecisionPolicy(gather_wire="int8", reduce_wire="int4")
     for strategy in SHARDING:
@@ -204,16 +204,16 @@ def gathered_bytes(strategies: Any) -> list[int]:
     return [record.sent_bytes("all_gather") for record in records]
 
 
-def test_a_gather_sends_one_byte_a_number_and_a_scale_a_block():
+def test_encoded_all_gather_sends_one_byte_per_element_plus_scales():
     part = MATRIX // 2 + 4 * MATRIX // 2 // 128
     assert run_ranks(2, gathered_bytes, SHARDING) == [[gathers * part for gathers in (2, 2, 2, 2, 3, 3)]] * 2
-    part = MATRIX // 4 + 4 * MATRIX // 4 // 128  # across groups; the rest within them, in full
+    part = MATRIX // 4 + 4 * MATRIX // 4 // 128  # across groups; within groups, values are not encoded
     within = 2 * MATRIX // 4 * 4
     assert run_ranks(4, gathered_bytes, [HPZ]) == [[2 * (part + within) + within] * 2] * 4
 
 
 class Wide(nn.Module):
-    """Dtypes that are encoded and such that are not."""
+    """A model with dtypes that are encoded and dtypes that are not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def doubles_and_integers() -> None:
 
 
 @on_ranks(2)
-def test_what_is_encoded_are_the_masters_and_never_doubles_nor_integers():
+def test_encoding_uses_master_weights_and_skips_float64_and_integers():
     transport = "int8"
     doubles_and_integers()
     plain = Plain()
@@ -246,7 +246,7 @@ def test_what_is_encoded_are_the_masters_and_never_doubles_nor_integers():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, gather_wire=transport)
     found = unsharded(matrices("zero3", policy))
     for local, peer in zip(found, expected, strict=True):
-        assert torch.equal(local, peer.bfloat16())  # encoded from the masters, not from what was cast already
+        assert torch.equal(local, peer.bfloat16())  # encoded from the masters, not from the cast values
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ REPEATS = 10
 
 
 def sums_are_off_by_one_message(strategies: Any, transports: Any) -> None:
-    """Gradients of the same batches add up over many backwards: so they do encoded, but for what one message lacks."""
+    """Accumulate encoded gradients of the same batches. The total error is at most the error of one message."""
     peer = all_grads(2)
     world = dist.get_world_size()
     true = [REPEATS * sum(grads) / world for grads in zip(*(grads for of in peer for grads in of), strict=True)]
@@ -283,20 +283,20 @@ def sums_are_off_by_one_message(strategies: Any, transports: Any) -> None:
             found = [param.grad.full_tensor() for param in model.parameters()]
             same_everywhere(found)
             steps = {"int8": 127, "int4": 7}[transport]
-            # Off by half a step of the largest of a block, which is a gradient and what was left over of it. Twice:
-            # where sums are taken in two levels, or told as they were taken.
+            # The error is half a quantization step of the largest element of a block, which is a gradient plus its
+            # error feedback. It occurs twice if sums have two levels, or if the sums are encoded too.
             bound = 2 * 1.01 * largest / (2 * steps - 1)
             off = max((a - b).abs().max().item() for a, b in zip(found, true, strict=True))
             assert 0 < off <= bound, (strategy, transport, off, bound)
 
 
 @pytest.mark.slow
-def test_what_was_ever_applied_is_off_by_what_one_message_lacks():
+def test_accumulated_error_of_encoded_gradients_is_that_of_one_message():
     run_ranks(2, sums_are_off_by_one_message, ("ddp", "zero1", "zero3"), ("int8", "int4"))
 
 
 @pytest.mark.slow
-def test_sums_in_two_levels_are_off_by_as_little():
+def test_two_level_encoded_sums_have_the_error_of_one_message():
     run_ranks(4, sums_are_off_by_one_message, ("hsdp", HFSDP, "zero3"), ("int4",))
 
 
@@ -316,7 +316,7 @@ def learn_reduced(shares: bool) -> list[Any]:
 
 
 def sum_by_hand(grads: Tensor) -> Tensor:
-    """Two ranks' gradients: each row is summed where it is owned, with what the other one has sent."""
+    """Sum the gradients of two ranks. Each row is summed by its owner, with the encoded row of the other rank."""
     spec = -(-len(grads[0]) // 2)
     first, second = grads[0].clone(), grads[1].clone()
     first[spec:] = first[spec:].bfloat16().float()
@@ -325,7 +325,7 @@ def sum_by_hand(grads: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_bf16_messages_are_summed_in_float32_and_any_messages_by_shared_memory_or_not():
+def test_encoded_reductions_sum_in_float32_with_or_without_shared_memory():
     assert_same(run_ranks(2, learn_reduced, True), run_ranks(2, learn_reduced, False))
 
 
@@ -348,7 +348,7 @@ class Queue(PairwiseCollectives):
 
 @pytest.mark.slow
 @on_ranks(3)
-def test_bits_are_the_same_on_a_queue_and_however_many_parts_are_decoded_at_once():
+def test_encoded_results_match_bitwise_with_queued_or_chunked_decoding():
     cases = [("zero3", "int4"), ("zero1", "bf16"), ("ddp", "int8")]
 
     def learn_all() -> list[Any]:
@@ -374,7 +374,7 @@ def reduced_bytes(strategies: Any, transports: Any) -> list[tuple[int, int, int,
     return left
 
 
-def test_a_reduction_sends_the_requested_bits_and_a_scale_per_block():
+def test_encoded_reduction_sends_requested_bits_and_block_scales():
     part = {
         "bf16": MATRIX // 2 * 2,
         "int8": MATRIX // 2 + 4 * MATRIX // 2 // 128,
@@ -387,7 +387,7 @@ def test_a_reduction_sends_the_requested_bits_and_a_scale_per_block():
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_what_is_not_finite_arrives_so_and_is_gone_in_the_next_step():
+def test_nonfinite_encoded_gradients_stay_nonfinite_for_one_step_only():
     for strategy in ("zero3", "ddp"):
         for transport in ("bf16", "int8", "int4"):
             model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=transport))
@@ -412,7 +412,7 @@ class Branching(nn.Module):
 
 
 @on_ranks(2)
-def test_parameters_may_lack_gradients_now_and_then():
+def test_encoded_reduction_supports_missing_gradients():
     x = torch.randn(4, 256)
     for strategy in ("zero3", "ddp"):
         plain = Branching()
@@ -448,16 +448,16 @@ def error_feedback_is_counted(strategies: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_kept_of_messages_is_counted_by_the_formula_as_it_is_measured():
+def test_predicted_gradient_memory_with_error_feedback_matches_measurement():
     run_ranks(2, error_feedback_is_counted, ("ddp", "zero1", "zero3"))
     run_ranks(4, error_feedback_is_counted, ("hsdp", HFSDP))
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- rejected options -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [MixedPrecision, MixedPrecisionPolicy])
-def test_unknown_encodings_are_refused_by_name(policy):
+def test_unknown_encodings_are_rejected_by_name(policy):
     with pytest.raises(ConfigError, match=rf"{policy.__name__}\(gather_wire='int4'\): expected one of 'int8', 'fp8'"):
         policy(gather_wire="int4")
     with pytest.raises(ConfigError, match=r"\(reduce_wire=torch.bfloat16\): expected one of 'bf16', 'int8', 'int4'"):
@@ -467,7 +467,7 @@ def test_unknown_encodings_are_refused_by_name(policy):
 
 
 @on_ranks(1)
-def test_gathers_cannot_be_encoded_where_there_are_none():
+def test_gather_encoding_without_all_gather_is_rejected():
     with pytest.raises(ConfigError, match="every rank keeps and updates full parameters"):
         fully_shard(nn.Linear(4, 4), strategy="ddp", mp_policy=MixedPrecisionPolicy(gather_wire="int8"))
     with pytest.raises(ConfigError, match="every rank keeps and updates full parameters"):

@@ -1,8 +1,8 @@
-"""Every mistake that the code looks for: what is raised, that it says what was found and what to do, and that nothing
-was sent by then.
+"""Every user mistake that the package checks for: the exception, a message that states what was found and what to do,
+and no communication before it.
 
-A mistake is a function. In a generator, what comes before `yield` is in order, and what comes after it is the mistake.
-A new `raise` in the package needs one here, unless ELSEWHERE says where it is made.
+A mistake is a function. In a generator, the code before `yield` is valid, and the code after it is the mistake.
+A new `raise` in the package needs a mistake here, unless ELSEWHERE lists its file.
 """
 
 import ast
@@ -123,7 +123,7 @@ class Mistake:
     kind: type[Exception]
     stated: tuple[str, ...]  # patterns: what was found, what to do
     ranks: int  # 0: no process group
-    sends: bool  # not the first thing that is sent: within a forward, or told to all by a rank that alone can see it
+    sends: bool  # sends before it raises: within a forward, or to report an error that only one rank can see
 
 
 MISTAKES: dict[str, Mistake] = {}
@@ -142,7 +142,7 @@ def linear() -> nn.Linear:
 
 
 def sharded(**options: Any) -> Any:
-    """A chain, past the moment when ranks first compare their models."""
+    """Return a chain after ranks have first compared their models."""
     model = chain(partial(fully_shard, **options))
     runtime_of(model)
     return model
@@ -607,7 +607,7 @@ def a_graph_of_parameters_on_a_disk() -> Steps:
 )
 def states_on_a_disk_of_an_optimizer_that_is_not_known() -> Steps:
     class Whole(torch.optim.SGD):
-        """Might do anything."""
+        """An optimizer that the package does not know."""
 
     model = fully_shard(linear(), offload_policy=Offload(optimizer={"disk": 1}, folder=tempfile.gettempdir()))
     model(torch.ones(2, 8)).sum().backward()
@@ -641,7 +641,7 @@ def a_backward_of_a_pipeline_s_stage_in_two_parts() -> Steps:
     group = dist.new_subgroups(1)[0]
     stage = PipelineStage(sharded(), 0, 1, torch.device("cpu"), group=group)
     x = inputs().requires_grad_()
-    # torch 2.11 compares them with what a schedule notes.
+    # torch 2.11 compares them with the records of a schedule.
     stage._validate_fwd_input = stage._validate_fwd_outputs = lambda *args: None
     yield
     torch.autograd.grad(stage.forward_one_chunk(0, (x,)).sum(), x)
@@ -671,7 +671,7 @@ def a_backward_in_two_parts_without_a_stage() -> Steps:
         stage_backward_input([model(x).sum()], None, [x], model.parameters())
     except RuntimeError as error:
         found = error if isinstance(error, StateError) else error.__cause__  # torch 2.11 does not wrap it
-    model(inputs()).sum().backward()  # nothing is left of it
+    model(inputs()).sum().backward()  # the failed backward leaves no state
     assert all(param.grad is not None for param in model.parameters())
     assert found is not None
     raise found
@@ -1008,7 +1008,7 @@ def save_the_state_of_a_shard() -> Steps:
     full_optim_state_dict(model, optimizer)
 
 
-# -- process groups, and questions about models ----------------------------------------------------------------------
+# -- process groups and reports about models -------------------------------------------------------------------------
 
 
 @mistake(
@@ -1522,7 +1522,7 @@ def a_device_of_another_kind_than_the_mesh() -> Steps:
 
 
 class Mute(nn.Module):
-    """Cannot initialize itself."""
+    """A module without reset_parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1598,7 +1598,7 @@ def wrapped_chain(policy: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(Chain(), auto_wrap_policy=policy)
 
 
-# -- at the wrong moment ----------------------------------------------------------------------------------------------
+# -- calls at the wrong time ------------------------------------------------------------------------------------------
 
 
 def within_forward(model: Any, use: Callable[[], Any]) -> None:
@@ -1781,7 +1781,7 @@ class Nesting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(48, 48)
-        self.inner: list[nn.Module] = []  # not its own
+        self.inner: list[nn.Module] = []  # not registered as submodules
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -1842,7 +1842,7 @@ def compile_a_step() -> Steps:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, model.in_features)).sum().backward()
     yield
-    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):  # modes prevent graphs
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):  # dispatch modes prevent graph capture
         optimizer.step()
 
 
@@ -1853,7 +1853,7 @@ def pickle_a_model() -> Steps:
     pickle.dumps(model)
 
 
-# -- what users hold --------------------------------------------------------------------------------------------------
+# -- state dicts, full parameters and optimizers ----------------------------------------------------------------------
 
 
 @mistake(
@@ -2078,7 +2078,7 @@ def a_sparse_gradient_for_muon() -> Steps:
     muon.step()
 
 
-# -- comparing with the plain process ---------------------------------------------------------------------------------
+# -- comparison with plain training -----------------------------------------------------------------------------------
 
 
 def batch_of_six(number: int) -> Tensor:
@@ -2280,7 +2280,7 @@ def in_two_stages(model: Callable[[], Any], blocks: str) -> None:
 
 
 class Perceptrons(nn.Module):
-    """Two, called as `how` says."""
+    """Two perceptrons, called as `how` specifies."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
@@ -2463,7 +2463,7 @@ def save_what_could_not_be_read_back() -> Steps:
 
 
 class Twins(torch.optim.SGD):
-    """Keeps states whose names are the same as strings."""
+    """Keeps states whose keys are equal as strings."""
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -2672,7 +2672,7 @@ def a_cpu_that_is_like_a_gpu() -> None:
 
 
 def described_by(text: str) -> Steps:
-    """Return the error of reading the file of a description, as a mistake."""
+    """Read a hardware description with this text, as a mistake."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ours.toml"
         path.write_text(text.format(path=path))
@@ -2772,7 +2772,7 @@ def a_machine_that_was_not_measured() -> Steps:
             os.environ.pop("XDG_CONFIG_HOME") if before is None else os.environ.update(XDG_CONFIG_HOME=before)
 
 
-# -- how they are reported --------------------------------------------------------------------------------------------
+# -- how mistakes are reported ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -2781,7 +2781,7 @@ class Reported:
 
     kind: type[BaseException] | None
     message: str
-    raised_at: list[tuple[str, int]]  # file, line; of the error, and of what caused it on this rank
+    raised_at: list[tuple[str, int]]  # file and line of the error and of its causes on this rank
     sent: list[str]
 
 
@@ -2803,7 +2803,7 @@ def make(name: str) -> Reported:
 
 
 def raised_at(error: BaseException | None) -> Iterator[tuple[str, int]]:
-    """Yield the places that raised `error` and its causes."""
+    """Yield the files and lines that raised `error` and its causes."""
     while error is not None:
         yield from ((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)[-1:])
         for cause, _ in error.failures.values() if isinstance(error, dcp.CheckpointException) else ():
@@ -2822,7 +2822,7 @@ def reported(ranks: int) -> list[dict[str, Reported]]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
+def test_mistake_raises_same_error_on_every_rank_before_communication(name):
     expected = MISTAKES[name]
     answers = [rank[name] for rank in reported(expected.ranks)]
     for answer in answers:
@@ -2863,8 +2863,8 @@ FUNCTIONS_ELSEWHERE = {
     "engine/sharded_param.py": {"refuse_tensor_hooks"},
     "optim/local_steps.py": {"_step_instead_of"},
 }
-# Actions of other ranks and values of numbers are not mistakes of a call. Tests: agreement, watchdog, finite, commit.
-# Nor is the end of a stage's forward.
+# Actions of other ranks, values of numbers and the end of a stage's forward are not mistakes of a call. Tests:
+# agreement, watchdog, finite, commit.
 NO_MISTAKES = {"RankMismatchError", "PeerGoneError", "self._lost", "NonFiniteError", "failure_of_group", "Stopped"}
 
 
@@ -2889,7 +2889,7 @@ def test_files_tested_elsewhere_exist():
         assert functions <= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, name
 
 
-def test_every_mistake_that_is_looked_for_is_made_here():
+def test_every_raise_in_the_package_is_triggered_by_a_mistake():
     made = {place for ranks in (0, 2, 4) for answer in reported(ranks)[0].values() for place in answer.raised_at}
     missed = [
         f"{path.relative_to(SOURCE)}:{node.lineno}"

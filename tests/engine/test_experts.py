@@ -1,4 +1,4 @@
-"""Mixtures of experts: experts on separate ranks, sharded over the other axes, train as in one process."""
+"""Mixture of experts: expert-parallel experts, sharded over the other mesh dimensions, match a single process."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from fullshard.optim import Muon
 from fullshard.plan.ledger import predict_ledger
 from fullshard.testing import assert_same
 
-STEPS = range(4)  # units share memory from the third on
+STEPS = range(4)  # units share memory from the third step on
 
 
 def nested(model: Model, mesh: DeviceMesh, dim: int | None = None, **options: Any) -> Model:
-    """Make the experts of each block a unit, nested in that of the block."""
+    """Shard the experts of each block as a separate unit, nested in the unit of the block."""
     choose = None if dim is None else lambda _: Shard(dim)
     for block in model.blocks:
         fully_shard(block.experts, mesh=mesh["efsdp"], shard_placement_fn=choose, **options)
@@ -59,7 +59,7 @@ def nested(model: Model, mesh: DeviceMesh, dim: int | None = None, **options: An
 
 
 def joint(model: Model, mesh: DeviceMesh, dim: int | None = None, **options: Any) -> Model:
-    """One unit a block, with parameters on two meshes."""
+    """Shard each block as one unit whose parameters are on two meshes."""
     placement = None if dim is None else Shard(dim)
     result = ShardPlacementResult(placement, FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0))
     for block in model.blocks:
@@ -71,7 +71,7 @@ def joint(model: Model, mesh: DeviceMesh, dim: int | None = None, **options: Any
 SHARDED = {"nested": nested, "joint": joint}
 
 
-# -- against one process ----------------------------------------------------------------------------------------------
+# -- comparison with one process --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ SHARDED = {"nested": nested, "joint": joint}
     ],
 )
 @on_ranks(4)
-def test_a_mixture_of_experts_trains_to_the_bits_of_one_process(kind, efsdp, ep, dim, strategy):
+def test_moe_training_matches_single_process_bitwise(kind, efsdp, ep, dim, strategy):
     mesh, rank = expert_mesh(efsdp, ep), dist.get_rank()
     model = SHARDED[kind](place(model_of(), mesh), mesh, dim, strategy=strategy)
     alone, together = model_of(), model_of()
@@ -100,7 +100,7 @@ def test_a_mixture_of_experts_trains_to_the_bits_of_one_process(kind, efsdp, ep,
         reference.backward(batches)
         loss_of(together, torch.cat(batches)).backward()
         assert_same(whole_grads(model), whole_grads(alone))
-        if step == 0:  # the sums of one process over all tokens are in a different order
+        if step == 0:  # one process sums over all tokens in a different order
             torch.testing.assert_close(whole_grads(model), whole_grads(together), rtol=1e-5, atol=1e-8)
         norms = [clip_grad_norm_(item.parameters(), 0.05) for item in (model, alone)]
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
@@ -130,7 +130,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "dim"), [("zero3", None), ("zero3", 1), ("zero1", None)])
 @on_ranks(4)
-def test_a_unit_of_two_meshes_is_as_two_units(strategy, dim):
+def test_unit_with_two_meshes_matches_two_nested_units_bitwise(strategy, dim):
     mesh = expert_mesh()
     models = [shard(place(model_of(), mesh), mesh, dim, strategy=strategy) for shard in (nested, joint)]
     optimizers = [adamw(model) for model in models]
@@ -147,7 +147,7 @@ def test_a_unit_of_two_meshes_is_as_two_units(strategy, dim):
         [(collective.origin.unit, len(collective.ranks)) for collective in record.collectives("all_gather")]
         for record in records[-2:]
     ]
-    if strategy == "zero3":  # one after the other by nested units; by one unit both at once, a block ahead
+    if strategy == "zero3":  # nested units gather in turn; one unit gathers both meshes, a block ahead
         assert ("blocks.1.experts", 2) in gathers[0]
         at = gathers[1].index(("blocks.1", 4))
         assert gathers[1][at : at + 2] == [("blocks.1", 4), ("blocks.1", 2)]
@@ -159,13 +159,13 @@ def test_a_unit_of_two_meshes_is_as_two_units(strategy, dim):
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_a_unit_of_two_meshes_is_copied_cast_saved_and_loaded(tmp_path):
-    """Copies, casts, state dicts, full parameters and checkpoints."""
+def test_unit_with_two_meshes_supports_deepcopy_cast_and_checkpoints(tmp_path):
+    """Test deep copies, casts, state dicts, full parameters and checkpoints."""
     mesh = expert_mesh()
     model = joint(place(model_of(), mesh), mesh)
     step(model, adamw(model), 0)
     for block in model.blocks:
-        block.group = None  # which cannot be copied
+        block.group = None  # a process group cannot be copied
     twin = copy.deepcopy(model)
     for block in (*model.blocks, *twin.blocks):
         block.group = mesh.get_group("ep")
@@ -194,12 +194,12 @@ def test_a_unit_of_two_meshes_is_copied_cast_saved_and_loaded(tmp_path):
     assert_same(whole_grads(twin), whole_grads(model))
 
 
-# -- the divisor ------------------------------------------------------------------------------------------------------
+# -- the gradient divisor ---------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
-def test_gradients_of_experts_have_the_divisor_of_dense_ones_next_to_tensor_parallelism():
-    """Ranks of tensor parallelism that have other tokens each are more than those of the root's mesh, which divides."""
+def test_expert_gradients_use_dense_divisor_with_tensor_parallelism():
+    """The divisor is the size of the root's mesh, although each tensor-parallel rank has different tokens."""
     world = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     mesh = expert_mesh()
     model = place(model_of(), mesh)
@@ -216,7 +216,7 @@ def test_gradients_of_experts_have_the_divisor_of_dense_ones_next_to_tensor_para
 
 
 def units_on_fewer_ranks(own: int, factor: float | None, front: str) -> tuple[nn.Module, list[nn.Module]]:
-    """Build four layers over all ranks, with two of them as units on `own` ranks, in all ways that users have."""
+    """Build four layers over all ranks, two of them as units on `own` ranks. `front` selects the user interface."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     mesh = init_device_mesh("cpu", (dist.get_world_size() // own, own), mesh_dim_names=("outer", "inner"))["inner"]
@@ -281,7 +281,7 @@ def state_nothing_of_experts() -> None:
 
 
 @pytest.mark.parametrize("task", [warn_of_smaller_divisors, follow_torch_by_factor, state_nothing_of_experts])
-def test_plain_parameters_on_fewer_ranks_than_the_root_are_warned_of_with_both_divisors(task):
+def test_plain_parameters_on_fewer_ranks_than_root_warn_about_divisor(task):
     run_ranks(4, task)
 
 
@@ -293,12 +293,12 @@ def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 STACKS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
-    ((4, 12, 8), (Shard(0), Shard(0))),  # each rank has an expert whole
-    ((5, 12, 8), (Shard(0), Shard(1))),  # two ranks have parts of one
+    ((4, 12, 8), (Shard(0), Shard(0))),  # each rank has one whole expert
+    ((5, 12, 8), (Shard(0), Shard(1))),  # two ranks share one expert
     ((6, 9, 14), (Shard(0), Shard(2))),
     ((3, 7, 5), (Replicate(), Shard(0))),
     ((4, 8, 12), (Shard(1), Shard(1))),
-    ((13, 9), (Shard(0), Shard(0))),  # as tensor parallelism cuts, and then the engine
+    ((13, 9), (Shard(0), Shard(0))),  # sharded by tensor parallelism, then by the engine
     ((9, 13), (Shard(1), Shard(0))),
     ((10, 6), (Shard(0), Replicate())),
     ((4, 6), (Replicate(), Replicate())),
@@ -306,7 +306,7 @@ STACKS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
 
 
 def step_stacks() -> list[int]:
-    """Check that one rank steps every matrix of every stack as `torch.optim.Muon` steps it alone."""
+    """Check every matrix of every stack against a separate `torch.optim.Muon`. Return the counts of this rank."""
     mesh = expert_mesh()
     wholes, placed = ([numbers(shape, i) for i, (shape, _) in enumerate(STACKS)] for _ in range(2))
     params = [
@@ -332,7 +332,7 @@ def step_stacks() -> list[int]:
     return [done.count(f"parameter {i}") for i in range(len(STACKS))]
 
 
-def test_muon_steps_each_expert_and_each_matrix_that_is_cut_on_several_axes_as_one_process():
+def test_muon_orthogonalizes_each_matrix_once_and_matches_torch_muon():
     counts = run_ranks(4, step_stacks)
     assert [sum(each) for each in zip(*counts, strict=True)] == [
         shape[0] if len(shape) == 3 else 1 for shape, _ in STACKS
@@ -342,7 +342,7 @@ def test_muon_steps_each_expert_and_each_matrix_that_is_cut_on_several_axes_as_o
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_muon_trains_a_mixture_of_experts_to_the_bits_of_one_process():
+def test_muon_training_of_moe_matches_single_process_bitwise():
     mesh = expert_mesh()
     model, plain = joint(place(model_of(), mesh), mesh), model_of()
     matrices = [[param for param in item.blocks.parameters() if param.ndim > 1] for item in (model, plain)]
@@ -359,12 +359,12 @@ def test_muon_trains_a_mixture_of_experts_to_the_bits_of_one_process():
     assert_same(wholes(model), wholes(plain))
 
 
-# -- ranks that have nothing to compute -------------------------------------------------------------------------------
+# -- ranks without local work -----------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
 def test_experts_without_tokens_have_gradients_of_zeros():
-    """All tokens go to one expert: gradients of the others are zeros."""
+    """All tokens go to one expert. The gradients of the other experts are zero."""
     mesh, rank = expert_mesh(), dist.get_rank()
     model, alone = joint(place(model_of(), mesh), mesh), model_of()
     for item in (model, alone):
@@ -401,7 +401,7 @@ class Tower(nn.Module):
 
 
 class WithTower(nn.Module):
-    """A loss on words, and one on images if there are any."""
+    """A model with a loss on words, plus a loss on images if there are any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,8 +417,8 @@ class WithTower(nn.Module):
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
 @on_ranks(2)
-def test_ranks_without_images_contribute_zeros_to_a_tower(strategy):
-    """Let a different set of ranks have images in each step."""
+def test_ranks_without_images_contribute_zero_gradients_to_vision_tower(strategy):
+    """A different set of ranks has images in each step."""
     rank, ranks = dist.get_rank(), range(2)
     torch.manual_seed(0)
     plain, model = (WithTower() for _ in range(2))

@@ -1,4 +1,4 @@
-"""One process as rank 0 of a large world: the backend's own collectives, whose messages a fake backend only counts."""
+"""One process simulates rank 0 of a large world: native collectives on a fake backend that only counts messages."""
 
 from collections import Counter
 from functools import partial
@@ -29,7 +29,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "one_gpu.py"
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 @on_ranks(1)
-def test_rank_0_of_512_sends_and_holds_what_the_formulas_state(strategy):
+def test_traffic_and_memory_of_rank_0_of_512_match_formulas(strategy):
     in_fake_world(WORLD)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy))
@@ -55,7 +55,7 @@ def test_rank_0_of_512_sends_and_holds_what_the_formulas_state(strategy):
 
 
 @on_ranks(1)
-def test_a_unit_whose_parameters_have_no_elements_is_trained():
+def test_unit_with_empty_parameters_trains():
     in_fake_world(WORLD)
 
     class Empty(torch.nn.Module):
@@ -74,7 +74,7 @@ def test_a_unit_whose_parameters_have_no_elements_is_trained():
 
 @pytest.mark.parametrize(("strategy", "gather_wire"), [("zero3", "fp8"), ("ddp", None)])
 @on_ranks(1)
-def test_encoded_messages_are_bytes_on_the_backends_own_collectives(strategy, gather_wire):
+def test_encoded_communication_bytes_match_codec_sizes(strategy, gather_wire):
     in_fake_world(WORLD)
     policy = MixedPrecisionPolicy(gather_wire=gather_wire, reduce_wire="int8")
     model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy))
@@ -89,7 +89,7 @@ def test_encoded_messages_are_bytes_on_the_backends_own_collectives(strategy, ga
     if strategy != "ddp":
         assert not any(
             param_group.plan.layout.in_place for param_group in param_groups
-        )  # all are packed: one message a group
+        )  # all parameters are packed: one message per parameter group
         int8 = [codec_named("int8").nbytes(param_group.plan.layout.pack_numel) for param_group in param_groups]
         assert record.sent_bytes("all_to_all") == sum(int8) * (WORLD - 1)
         assert record.sent_bytes("all_gather") == (2 * sum(int8) - int8[0]) * (WORLD - 1)
@@ -98,8 +98,8 @@ def test_encoded_messages_are_bytes_on_the_backends_own_collectives(strategy, ga
 
 
 @on_ranks(1)
-def test_norms_of_all_gradients_are_gathered_at_once_and_to_where_they_are_read():
-    """A gather into a list of rows would be copied out of the backend's buffer, row by row."""
+def test_clip_grad_norm_gathers_all_norms_in_one_collective():
+    """An all-gather into a list of rows would copy each row out of the backend's buffer."""
     in_fake_world(WORLD)
     model = chain(fully_shard)
     model(inputs()).square().mean().backward()
@@ -119,7 +119,7 @@ def collectives_that_do_nothing() -> None:
     channel = collectives_for(dist.group.WORLD, torch.device("cpu")).channel(1)
     channel.all_gather([rows.view(-1)], [part], origin=ORIGIN).wait()
     channel.reduce_scatter(PartSums([part], [rows.view(-1)], [2], 1), origin=ORIGIN).wait()
-    all_gather_rows(rows, part, dist.group.WORLD)  # as other libraries gather
+    all_gather_rows(rows, part, dist.group.WORLD)  # the all-gather that other libraries call
     assert not rows.any()
     assert part.all()
     del kept
@@ -127,5 +127,5 @@ def collectives_that_do_nothing() -> None:
     assert rows.all()
 
 
-def test_the_benchmark_of_one_gpu_counts_no_copies_of_the_fake_backend():
+def test_one_gpu_benchmark_disables_copies_of_fake_backend():
     testing.run_ranks(1, collectives_that_do_nothing)

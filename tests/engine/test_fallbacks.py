@@ -1,4 +1,4 @@
-"""Where parts of Linux are missing, ranks exchange messages by gloo and unknown numbers are None; results are equal."""
+"""Without some Linux features, ranks communicate over gloo and unknown measurements are None. Results are equal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SUBSETS = [subset for size in range(len(FEATURES) + 1) for subset in combination
 
 @contextmanager
 def missing(features: tuple[str, ...]) -> Iterator[None]:
-    """Context manager in which the system lacks the function and the folders named in `features`."""
+    """Simulate a system without the function and the folders named in `features`."""
     folders = tuple(name for name in features if name.startswith("/"))
 
     def without(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def learn(features: tuple[str, ...]) -> tuple[list[torch.Tensor], list[str]]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     with missing(features):
-        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # a new one, whose ranks have not met
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # a new group, whose ranks have not communicated yet
         model = chain(lambda module: fully_shard(module, mesh=mesh))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
@@ -76,7 +76,7 @@ def learn(features: tuple[str, ...]) -> tuple[list[torch.Tensor], list[str]]:
 
 
 @on_new_ranks(2)
-def test_results_are_equal_without_any_of_the_features_and_one_line_says_so():
+def test_results_match_without_linux_features_and_fallback_is_logged_once():
     results = [learn(features) for features in SUBSETS]
     expected, lines = results[0]
     assert lines == []

@@ -1,4 +1,4 @@
-"""Ranks that diverge get the same error in the first differing collective, without a hang."""
+"""Ranks that diverge raise the same error in the first differing collective and do not hang."""
 
 import os
 import tempfile
@@ -38,7 +38,7 @@ text = st.text(max_size=200)
     equal=st.booleans(),
     microbatch=st.integers(0, 9),
 )
-def test_fingerprints_are_equal_exactly_if_their_contents_are(texts, equal, microbatch):
+def test_fingerprints_differ_exactly_when_contents_differ(texts, equal, microbatch):
     texts = texts[:1] * 2 if equal else texts
     start = "a long beginning that is common to the texts of all ranks, so that only their ends differ: "
     for long in ("", start):
@@ -52,7 +52,7 @@ def test_fingerprints_are_equal_exactly_if_their_contents_are(texts, equal, micr
         assert error is None or ("rank 0 started" in str(error) and "rank 1 started" in str(error))
 
 
-def test_a_long_name_keeps_its_end():
+def test_mismatch_error_keeps_end_of_long_unit_name():
     unit = "trunk." * 40 + "block.7"
     error = mismatch([fingerprint("all_gather", Origin(name, Phase.FORWARD, 1), 2, 5) for name in (unit, "")], [4, 6])
     assert "block.7 (2 tensors, 5 bytes) in forward of microbatch 1" in str(error)
@@ -60,7 +60,7 @@ def test_a_long_name_keeps_its_end():
 
 
 class Branching(Chain):
-    """The ranks in `odd` take the layers in a different order."""
+    """The ranks in `odd` call the layers in a different order."""
 
     odd: tuple[int, ...] = ()
 
@@ -133,7 +133,7 @@ def published(scenario: Callable[[int, str], None], before: int, strategy: str) 
         (a_layer_less, "zero1", ["ranks 0, 2 started", "rank 1 started", "layers.2"]),
     ],
 )
-def test_ranks_that_differ_get_the_same_error(scenario, strategy, sides, before):
+def test_diverging_ranks_raise_same_mismatch_error(scenario, strategy, sides, before):
     messages = run_ranks(3, published, scenario, before, strategy)
     assert len(set(messages)) == 1
     for side in sides:
@@ -141,7 +141,7 @@ def test_ranks_that_differ_get_the_same_error(scenario, strategy, sides, before)
 
 
 class GatedLayer(nn.Module):
-    """A layer whose gate only the ranks in `users` use. At 2 ranks its weight travels in place, its bias packed."""
+    """A layer whose gate only the ranks in `users` use. On 2 ranks its weight is sent in place and its bias packed."""
 
     users: tuple[int, ...] = (0,)
 
@@ -163,7 +163,7 @@ def unused_on_one_rank(before: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_parameters_that_only_some_ranks_use_are_an_error_that_states_what_to_call(strategy):
+def test_parameters_unused_on_some_ranks_raise_error_with_remedy(strategy):
     messages = run_ranks(3, published, unused_on_one_rank, 0, strategy)
     assert len(set(messages)) == 1
     assert "set_reduce_scatter_unused_params(True)" in messages[0]
@@ -178,7 +178,7 @@ def frozen_on_one_rank(name: str, before: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 @pytest.mark.parametrize("name", ["head.bias", "head.weight"])
-def test_parameters_that_only_one_rank_freezes_between_steps_are_an_error(name, strategy):
+def test_freezing_parameter_on_one_rank_raises_on_every_rank(name, strategy):
     messages = run_ranks(2, published, partial(frozen_on_one_rank, name), 1, strategy)
     assert len(set(messages)) == 1
     assert f"without {name})" in messages[0]
@@ -200,7 +200,7 @@ def with_setting_on_one_rank(setting: str, value: Any, before: int, strategy: st
         ("set_all_reduce_hook", torch.Tensor.neg_, "with an all-reduce hook"),
     ],
 )
-def test_gradients_that_only_one_rank_changes_are_an_error(setting, value, note, strategy):
+def test_gradient_setting_changed_on_one_rank_raises_on_every_rank(setting, value, note, strategy):
     messages = run_ranks(2, published, partial(with_setting_on_one_rank, setting, value), 1, strategy)
     assert len(set(messages)) == 1
     assert note in messages[0]
@@ -230,12 +230,12 @@ def test_gradients_that_only_one_rank_keeps_for_the_next_step_are_an_error(strat
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @on_new_ranks(2)
-def test_parameters_that_only_some_ranks_use_count_as_zero_if_requested(strategy):
-    """The mean over ranks of plain gradients, zero where a rank has none."""
+def test_parameters_unused_on_some_ranks_contribute_zeros_if_requested(strategy):
+    """The gradient is the mean of the plain gradients over ranks, with zeros for ranks that have none."""
     plain, model = gated(leave), gated(partial(fully_shard, strategy=strategy))
     model.set_reduce_scatter_unused_params(True)
     batch = inputs(dist.get_rank())
-    for _ in range(4):  # memory is shared and gathers are prefetched from the third step on
+    for _ in range(4):  # from the third step on, memory is shared and all-gathers are prefetched
         plain(batch).square().mean().backward()
         model(batch).square().mean().backward()
         actual = whole_grads(model)
@@ -262,8 +262,8 @@ class Gate(nn.Module):
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @on_new_ranks(2, timeout=30)
-def test_ranks_may_call_different_units_without_parameters(strategy):
-    """Memory is shared between units, which ranks agree on, after a backward whose order was expected on all ranks."""
+def test_units_without_parameters_can_be_called_on_some_ranks_only(strategy):
+    """Ranks agree to share memory between units after a backward that ran in the expected order on all ranks."""
     layers = [Gate(fully_shard(nn.GELU(), strategy=strategy)), Layer(), Layer(), Gate(fully_shard(nn.GELU()))]
     model = chain(partial(fully_shard, strategy=strategy), Chain(layers))
     for step in range(6):
@@ -273,7 +273,7 @@ def test_ranks_may_call_different_units_without_parameters(strategy):
 
 
 @on_new_ranks(2)
-def test_after_a_mismatch_every_call_states_the_same():
+def test_every_call_after_mismatch_raises_same_error():
     model = chain(fully_shard, Branching())
     model.odd = (1,)
     messages = set()
@@ -285,7 +285,7 @@ def test_after_a_mismatch_every_call_states_the_same():
 
 
 def first_rank_alone(call: str) -> str:
-    """Make a call for all ranks on the first one alone, while the other one continues to train."""
+    """Make a collective call on rank 0 only, while rank 1 continues to train. Return the error."""
     model = chain(fully_shard) if call != "state_dict" else FullyShardedDataParallel(chain(lambda module: module))
     optimizer = torch.optim.AdamW(model.parameters())
     steps(model, 1)
@@ -313,7 +313,7 @@ def first_rank_alone(call: str) -> str:
         ("export", "exporting;"),
     ],
 )
-def test_a_call_of_one_rank_alone_is_reported_on_all_immediately(call, name):
+def test_collective_call_on_one_rank_raises_on_every_rank(call, name):
     messages = run_ranks(2, first_rank_alone, call)
     assert messages[0] == messages[1]
     assert f"rank 0 started {name}" in messages[0]
@@ -328,12 +328,12 @@ def losses(compares: bool) -> list[Tensor]:
     return [model(inputs()).detach()]
 
 
-def test_comparing_changes_no_number():
+def test_compare_ranks_does_not_change_losses():
     assert torch.equal(run_ranks(2, losses, True)[0][0], run_ranks(2, losses, False)[0][0])
 
 
 def hosts_of_different_numbers_of_ranks() -> list[str]:
-    """Each number divides the ranks, so that no rank alone finds anything odd."""
+    """Each number divides the world size, so no rank can detect the difference locally."""
     os.environ["LOCAL_WORLD_SIZE"] = "1" if dist.get_rank() == 0 else "2"
     grouped = Placements(
         parameters=Placement.SHARDED,
@@ -349,7 +349,7 @@ def hosts_of_different_numbers_of_ranks() -> list[str]:
     return stated
 
 
-def test_hosts_of_different_numbers_of_ranks_are_an_error_on_every_rank():
+def test_hosts_with_different_rank_counts_raise_on_every_rank():
     first, second = run_ranks(2, hosts_of_different_numbers_of_ranks)
     assert first == second
     for message, remedy in zip(first, ("Pass mesh=", "Placements(group=...)"), strict=True):

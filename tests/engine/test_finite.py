@@ -1,4 +1,4 @@
-"""On request, every rank gets the source of NaN or infinity in gradients: parameter, unit and rank."""
+"""`check_finite_gradients` reports the parameter, unit and rank of NaN or infinite gradients on every rank."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from fullshard.testing import assert_same, run_ranks
 
 
 class Spoil(torch.autograd.Function):
-    """Passes a gradient on with one value of a different kind."""
+    """An identity whose backward sets one element of the gradient to `value`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, value: float) -> Tensor:
@@ -57,7 +57,7 @@ def spoilt(strategy: str, replicas: int = 1) -> tuple[str, int]:
     ("strategy", "world", "replicas"), [("ddp", 3, 1), ("zero1", 3, 1), ("zero3", 3, 1), ("hsdp", 4, 2)]
 )
 @on_new_ranks("world")
-def test_every_rank_reports_parameter_unit_and_rank(strategy, world, replicas):
+def test_nonfinite_gradient_error_names_parameter_unit_and_rank(strategy, world, replicas):
     message = same_on_all_ranks(spoilt(strategy, replicas)[0])
     assert "layers.1.up.weight (unit layers.1): " in message
     assert "NaN on rank 1" in message
@@ -76,5 +76,5 @@ def train(checks: bool) -> dict[str, Tensor | None]:
     return wholes(model)
 
 
-def test_looking_changes_nothing():
+def test_check_finite_gradients_does_not_change_results():
     assert_same(run_ranks(2, train, True), run_ranks(2, train, False))

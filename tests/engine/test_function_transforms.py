@@ -1,4 +1,4 @@
-"""`torch.func` through sharded modules: derivatives of outputs by inputs, and losses made of them."""
+"""`torch.func` transforms of sharded modules: derivatives with respect to inputs, and losses that contain them."""
 
 import itertools
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from fullshard.engine.residency import INACTIVE
 from fullshard.policy.switches import switches
 from fullshard.testing import assert_same
 
-# Of a call of torch's own.
+# torch itself calls the deprecated function.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 WIDTH = 64
 
 
 class Field(nn.Module):
-    """A function of points, and the derivative of itself that its own forward takes if asked."""
+    """A function of points. If `derives` is set, its forward adds the function's own derivative."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def sharded(strategy: str) -> nn.Module:
 
 
 def learn(model: nn.Module, name: str, steps: int = 4) -> list[Any]:
-    """Train with a derivative in the loss, after a plain loss. The third step accumulates two microbatches."""
+    """Train with a derivative and a plain term in the loss. The third step accumulates two microbatches."""
     transform, optimizer, visited = TRANSFORMS[name], torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(steps):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
@@ -94,7 +94,7 @@ def learn(model: nn.Module, name: str, steps: int = 4) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
 @on_ranks(2)
-def test_derivatives_and_losses_of_them_have_plain_bits(strategy):
+def test_derivatives_and_derivative_losses_match_plain_pytorch_bitwise(strategy):
     for name, transform in TRANSFORMS.items():
         model = sharded(strategy)
         assert_same(learn(model, name), learn(Field(), name), name=name)
@@ -109,15 +109,15 @@ def test_derivatives_and_losses_of_them_have_plain_bits(strategy):
         with torch.no_grad():
             vmap(model)(torch.ones(2, 3))
             model(torch.ones(2, 3))
-        assert all(unit.residency.state in INACTIVE for unit in units_in(model))  # nothing of an evaluation stays
+        assert all(unit.residency.state in INACTIVE for unit in units_in(model))  # an evaluation leaves no unit active
         assert not any(unit.residency.awaits_backward for unit in units_in(model))
     dist.barrier()
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
 @on_ranks(2)
-def test_gradients_are_seen_and_shards_written_after_a_transform(strategy):
-    """Use a transform between backward and step, with and without a forward after it, and train by hand."""
+def test_transform_between_backward_and_step_matches_plain_pytorch(strategy):
+    """Call a transform between backward and a manual step, with and without a forward after it."""
     x = torch.ones(2, 3)
     for transform, forwards in itertools.product(TRANSFORMS.values(), (0, 1)):
         weights = []
@@ -136,7 +136,7 @@ def test_gradients_are_seen_and_shards_written_after_a_transform(strategy):
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
 @on_ranks(2)
-def test_parameters_may_be_frozen_and_trained_again_before_a_transform(strategy):
+def test_parameters_can_be_frozen_and_unfrozen_between_transforms(strategy):
     x = torch.ones(2, 3)
     for name, transform in TRANSFORMS.items():
         visited: list[list[Any]] = []
@@ -153,7 +153,7 @@ def test_parameters_may_be_frozen_and_trained_again_before_a_transform(strategy)
 
 
 def penalized(model: nn.Module, x: Tensor) -> Tensor:
-    """The slope at each point, as a gradient penalty takes it: its backward goes through a backward."""
+    """Return the gradient norm at each point, as in a gradient penalty. Its backward is a double backward."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().sum(-1).add(1e-6).sqrt()
@@ -181,9 +181,9 @@ def learn_with_penalty(model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
 @on_ranks(2)
-def test_a_backward_through_a_backward_has_plain_bits(strategy):
+def test_double_backward_matches_plain_pytorch_bitwise(strategy):
     expected = learn_with_penalty(Field())
-    for shares in (True, False):  # memory that others use has values in it that memory of a unit's own has not
+    for shares in (True, False):  # shared memory contains values of other units, separate memory does not
         with mock.patch.object(switches, "shares_memory_between_units", shares):
             model = sharded(strategy)
             assert_same(learn_with_penalty(model), expected)
@@ -192,8 +192,8 @@ def test_a_backward_through_a_backward_has_plain_bits(strategy):
 
 
 @on_ranks(2)
-def test_parameters_written_after_a_gradient_with_a_graph_are_trained():
-    """Write to parameters after a gradient of an input whose own backward never comes, then train."""
+def test_parameters_modified_after_grad_with_create_graph_are_trained():
+    """Write to parameters after an input gradient whose graph never runs a backward, then train."""
     weights = []
     for shard in (False, True):
         model = sharded("zero3") if shard else Field()
@@ -209,8 +209,8 @@ def test_parameters_written_after_a_gradient_with_a_graph_are_trained():
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
 @on_ranks(2)
-def test_parameters_unsharded_by_hand_are_those_after_a_step(strategy):
-    """Check that manually unsharded parameters are gathered again after a step, even if the first gather had ended."""
+def test_manually_unsharded_parameters_are_gathered_again_after_step(strategy):
+    """Parameters unsharded manually before a step are gathered again after it, even if the first gather had ended."""
     plain, model = nn.Linear(8, 8), nn.Linear(8, 8)
     model.load_state_dict(plain.state_dict())
     for param in plain.parameters():

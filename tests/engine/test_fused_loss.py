@@ -1,4 +1,4 @@
-"""Kernels that patch modules and fuse the head with the loss, as Liger's: its weight is used by another module."""
+"""Kernels that patch modules and fuse the head with the loss, as in Liger: another module uses the head's weight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, LETTERS, BATCH = 16, 13, 12
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of `hidden @ weight.T`, a few rows at a time, which takes gradients in forward and drops logits."""
+    """Cross-entropy of `hidden @ weight.T` in chunks of rows. Forward computes the gradients and drops the logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Letters(nn.Module):
-    """Its head is never called: the loss takes its weight."""
+    """A model whose head is never called: the loss uses the head's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ def make_batch(number: int) -> Tensor:
     return torch.randint(LETTERS, (BATCH + 1,), generator=torch.Generator().manual_seed(number))
 
 
-def test_a_head_in_the_root_has_the_bits_of_the_plain_process():
-    """Any caller gets its unsharded weight within the root's forward."""
+def test_fused_loss_with_head_in_root_matches_plain_pytorch_bitwise():
+    """Within the root's forward, every module can use the unsharded weight of the head."""
     report = check_parity(
         patched, make_batch, ranks=2, strategies=["zero2", "zero3"], steps=2, auto_wrap_policy=ModuleWrapPolicy({Block})
     )
@@ -99,7 +99,7 @@ def test_a_head_in_the_root_has_the_bits_of_the_plain_process():
 
 
 def gradients() -> tuple[Tensor, str]:
-    """Return the gradients of a head that is a separate unit, unsharded before the forward. Or the error otherwise."""
+    """Return the gradient of a head that is a separate, manually unsharded unit, and the error without `unshard()`."""
     torch.manual_seed(0)
     model = patched()
     for block in model.blocks:
@@ -113,8 +113,8 @@ def gradients() -> tuple[Tensor, str]:
     return model.head.weight.grad.full_tensor(), str(reported.value)
 
 
-def test_a_head_that_is_a_unit_is_unsharded_for_it():
-    """Else torch refuses the shard: no wrong numbers."""
+def test_fused_loss_with_head_as_unit_requires_manual_unshard():
+    """Without `unshard()`, torch raises an error for the sharded weight. The result is never silently wrong."""
     torch.manual_seed(0)
     alone = patched()
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""The fuzzer: a fixed sample of its programs, and faults in the engine that it finds and shrinks."""
+"""The fuzzer: a fixed sample of programs, and planted engine faults that it finds and shrinks."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ SAMPLE = 30
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Bits may depend on the number of threads, and ranks have one each."""
+    """Use one thread, as ranks do: the last bits of results may depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -27,7 +27,7 @@ def one_thread():
 
 
 @pytest.mark.slow
-def test_a_sample_of_programs_is_equal_to_plain_pytorch_or_refused():
+def test_sampled_programs_match_plain_pytorch_or_are_rejected():
     with Pool() as pool:
         programs = {f"sample:{i}": Generator(f"sample:{i}", (1, 2)).program() for i in range(SAMPLE)}
         verdicts = {name: pool.judge(program) for name, program in programs.items()}
@@ -36,7 +36,7 @@ def test_a_sample_of_programs_is_equal_to_plain_pytorch_or_refused():
     assert sum(verdict.kind == EQUAL for verdict in verdicts.values()) > SAMPLE / 2
 
 
-def test_models_stored_in_half_precision_and_written_inputs_are_compared_too():
+def test_bfloat16_model_with_inplace_input_matches_plain_pytorch():
     nodes = [{"kind": "shape", "how": "inplace on input"}, {"kind": "linear"}, {"kind": "weight norm", "unit": {}}]
     steps = [{"do": "step"}, {"do": "copied"}, {"do": "step"}]
     momentum = {"name": "SGD", "momentum": 0.9, "weight_decay": 0.1}
@@ -127,14 +127,14 @@ PLAIN_CASES = {
 
 
 @pytest.mark.slow
-def test_the_plain_run_does_what_sharded_training_promises():
+def test_plain_reference_run_matches_semantics_of_sharded_training():
     with Pool() as pool:
         verdicts = {name: pool.judge({"ranks": 2} | program) for name, program in PLAIN_CASES.items()}
     assert all(verdict.kind == EQUAL for verdict in verdicts.values()), verdicts
 
 
-def test_ranks_that_skip_different_modules_do_not_hang():
-    """Their backwards run in a known order from different microbatches on, which decides when memory is shared."""
+def test_ranks_skipping_different_modules_raise_instead_of_hanging():
+    """The backward order becomes known in different microbatches per rank. It decides when memory is shared."""
     dropped = {"kind": "dropped", "children": [{"kind": "norm"}], "every": 3, "by rank": True, "unit": {}}
     model = {"kind": "sequence", "children": [dropped, {"kind": "linear"}]}
     steps = [{"do": "step", "micro": 3}, {"do": "step"}]
@@ -154,8 +154,8 @@ AFTER_A_BACKWARD = {
 
 
 @pytest.mark.parametrize("case", AFTER_A_BACKWARD.values(), ids=AFTER_A_BACKWARD)
-def test_ranks_that_agree_on_shared_memory_find_one_that_comes_to_another_collective(case):
-    """Both have the same number: no rank seems to miss a message, so nothing but a comparison finds it."""
+def test_different_collective_during_shared_memory_agreement_raises(case):
+    """Both collectives have the same number. No rank seems to miss a message, so only a comparison detects this."""
     case = {"ranks": 3, "strategy": "zero3", "micro": 3, "no_sync": False, **case}
     step = {"do": "step", "micro": case["micro"], "no_sync": case["no_sync"]}
     model = {"kind": "sequence", "children": [*case["nodes"], {"kind": "linear"}]}
@@ -178,8 +178,8 @@ TIED = [{"kind": "linear", "label": "4"}, {"kind": "linear"}, {"kind": "tied", "
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shares_memory", [True, False])
-def test_ranks_that_skip_different_modules_do_not_hang_in_several_process_groups(shares_memory):
-    """The ranks of one group find the difference, and those of others wait for them; or no group finds it."""
+def test_ranks_skipping_modules_raise_with_several_process_groups(shares_memory):
+    """One process group detects the difference while other groups wait for its ranks, or no group detects it."""
     common = {"ranks": 4, "no shared memory": not shares_memory, "optimizer": {"name": "SGD", "lr": 0.1}}
     common["loop"] = [{"do": "step"}, {"do": "step", "micro": 2}]
     with Pool(before=ask_early) as pool:
@@ -214,7 +214,7 @@ def leave_a_rank_out() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [leave_a_rank_out, pytest.param(scale_gradients, marks=pytest.mark.slow)])
-def test_a_planted_fault_is_found_and_shrunk(fault):
+def test_fuzzer_finds_and_shrinks_planted_fault(fault):
     with Pool(before=fault) as pool:
         programs = (Generator(f"planted:{i}", (2,)).program() for i in range(20))
         found = next(program for program in programs if pool.judge(program).kind == WRONG)
@@ -225,14 +225,14 @@ def test_a_planted_fault_is_found_and_shrunk(fault):
     assert len(str(shrunk)) < 200
 
 
-def test_reductions_of_a_program_are_simpler_and_end():
+def test_shrink_terminates_with_empty_program():
     program = Generator("any", (4,)).program()
 
     assert shrink(program, lambda smaller: True) == {}
 
 
 @pytest.mark.slow
-def test_a_printed_script_runs_alone(tmp_path):
+def test_generated_script_runs_standalone(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(script_of({"loop": [{"do": "step"}]}))
     env = os.environ | {

@@ -1,4 +1,4 @@
-"""Checks that need a GPU, over NCCL with one rank: bits, a host that never waits, constant memory."""
+"""Checks that need a GPU, over NCCL with one rank: bitwise results, no host synchronization, constant memory."""
 
 import copy
 import tempfile
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer that asks for its weights to be moved to a buffer of cuDNN, as many models do."""
+    """A recurrent layer that calls `flatten_parameters()` to move its weights to a cuDNN buffer, like many models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def agree_on_a_gpu() -> None:
             assert_same(learn(shard), expected, name=f"{strategy}, backward on the calling thread")
 
 
-def test_one_rank_learns_the_bits_of_plain_pytorch():
+def test_nccl_training_on_one_rank_matches_plain_pytorch_bitwise():
     run_ranks(1, agree_on_a_gpu, backend="nccl")
 
 
@@ -81,13 +81,13 @@ def agree_with_recurrent_layers() -> None:
         assert_same(learned(partial(fully_shard, strategy=strategy)), expected, name=strategy)
 
 
-@pytest.mark.filterwarnings("default:RNN module weights")  # of cuDNN: that it copies weights
-def test_recurrent_layers_learn_the_bits_of_plain_pytorch():
+@pytest.mark.filterwarnings("default:RNN module weights")  # cuDNN warns that it copies weights
+def test_recurrent_layers_match_plain_pytorch_bitwise():
     run_ranks(1, agree_with_recurrent_layers, backend="nccl")
 
 
 def copy_offloaded() -> None:
-    """Train two copies, one made before the first step and one after it, of a model with states in several places."""
+    """Train two copies of a model with offloaded states: one made before the first step, one made after two steps."""
     x = inputs().cuda()
     for offload in (
         Offload(optimizer={"cpu": 0.5}),
@@ -106,7 +106,7 @@ def copy_offloaded() -> None:
         torch.testing.assert_close([step(*second, x).cpu() for _ in range(2)], expected[2:])
 
 
-def test_copies_of_offloaded_models_learn_the_same():
+def test_deepcopies_of_offloaded_models_train_like_original():
     run_ranks(1, copy_offloaded, backend="nccl")
 
 
@@ -117,7 +117,7 @@ def steps_without_waiting(strategy: str) -> None:
     for _ in range(3):
         step(model, optimizer, x)
     torch.cuda.synchronize()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that the mode is a prototype
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2):
@@ -127,7 +127,7 @@ def steps_without_waiting(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_in_a_step_the_host_never_waits_for_the_gpu(strategy):
+def test_training_step_does_not_synchronize_host_with_gpu(strategy):
     run_ranks(1, steps_without_waiting, strategy, backend="nccl")
 
 
@@ -143,7 +143,7 @@ def memory_from_step_to_step() -> list[tuple[int, int]]:
 
 
 def replay(strategy: str) -> list[Any]:
-    """Train seven steps, three eagerly and four by a graph, then evaluate without it. Return losses and weights."""
+    """Train three eager steps and four replays, each followed by an eager evaluation. Return losses and weights."""
     model = chain(partial(fully_shard, strategy=strategy))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
     x = inputs().cuda()
@@ -185,14 +185,14 @@ def agree_in_a_graph(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_a_whole_step_in_a_cuda_graph_is_the_same_step(strategy):
+def test_cuda_graph_of_whole_step_matches_eager_step_bitwise(strategy):
     run_ranks(1, agree_in_a_graph, strategy, backend="nccl")
 
 
 @pytest.mark.parametrize("seeds", [range(10), range(10, 20)], ids=str)
 @on_new_ranks(1, backend="nccl")
-def test_random_programs_with_a_captured_step_have_the_bits_of_eager_steps(seeds):
-    """Compare programs with their step captured by `capture` with the same programs without it."""
+def test_captured_random_programs_match_eager_steps_on_gpu_bitwise(seeds):
+    """Compare programs whose step is captured by `capture` with the same programs without capture."""
     device, graphs = torch.device("cuda", 0), []
 
     def take(step: Any, examples: Any) -> Any:
@@ -238,7 +238,7 @@ def refuse_to_capture() -> list[str]:
     return messages
 
 
-def test_a_step_that_waits_for_the_gpu_is_refused_with_its_line_and_training_goes_on():
+def test_capture_rejects_step_that_synchronizes_and_names_its_line():
     [[reads, constant, later]] = run_ranks(1, refuse_to_capture, backend="nccl")
     assert "waits for the device at" in reads and "loss.item()" in reads
     assert "torch.tensor(2.0" in constant
@@ -257,7 +257,7 @@ def addresses_by_step() -> list[list[int]]:
     return found
 
 
-def test_units_that_share_memory_have_the_same_addresses_in_every_step():
+def test_units_sharing_memory_keep_parameter_addresses_across_steps():
     [found] = run_ranks(1, addresses_by_step, backend="nccl")
     assert all(len(one) == len(found[0]) > 0 for one in found)
     assert found[1:] == [found[1]] * 4
@@ -272,22 +272,22 @@ def compiled(shard: Any, mode: str | None) -> list[Any]:
     return [torch.stack([step(model, optimizer, inputs(n).cuda()) for n in range(6)]).cpu(), wholes(model)]
 
 
-@pytest.mark.filterwarnings("default")  # of the compiler's: that TF32 is off, and what it imports
+@pytest.mark.filterwarnings("default")  # the compiler warns that TF32 is off, and about its imports
 @on_new_ranks(1, backend="nccl")
-def test_blocks_compiled_to_cuda_graphs_learn_the_same():
-    for shard in (leave, fully_shard):  # the compiler measures variants of a kernel once, and keeps to the fastest
+def test_compiled_blocks_with_cuda_graphs_match_plain_pytorch_bitwise():
+    for shard in (leave, fully_shard):  # the compiler measures kernel variants once and keeps the fastest
         compiled(shard, None)
     expected = compiled(leave, None)
     for mode in (None, "reduce-overhead"):
         assert_same(compiled(fully_shard, mode), expected, name=str(mode))
 
 
-def test_memory_is_the_same_in_every_step():
+def test_peak_memory_is_constant_across_steps():
     [found] = run_ranks(1, memory_from_step_to_step, backend="nccl")
     assert len(set(found[3:])) == 1
 
 
-def test_threads_may_queue_work_on_the_same_stream_at_once():
+def test_threads_can_queue_work_on_same_stream_concurrently():
     stream = accelerator_for(torch.device("cuda", 0)).streams.gather
     inside, found = threading.Barrier(2), list[bool]()
 

@@ -1,7 +1,7 @@
-"""Checks that need several GPUs, over NCCL: the laws of `test_gpu.py` with two ranks, and with one per GPU.
+"""Checks that need several GPUs, over NCCL: the checks of `test_gpu.py` with two ranks, and with one per GPU.
 
-Where all ranks have the same batch, the mean over two is exact in whichever order NCCL adds, so plain PyTorch on each
-rank is the reference. Of more, sums may differ in their last bits.
+All ranks have the same batch. With two ranks the mean is exact in whichever order NCCL adds, so plain PyTorch on each
+rank is the reference. With more ranks, sums may differ in their last bits.
 """
 
 from functools import partial
@@ -22,22 +22,22 @@ DEVICES = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")]
 
 
-def test_two_ranks_learn_the_bits_of_plain_pytorch():
+def test_nccl_training_on_two_ranks_matches_plain_pytorch_bitwise():
     run_ranks(2, agree_on_a_gpu, backend="nccl")
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_in_a_step_of_two_ranks_the_host_never_waits(strategy):
+def test_training_step_on_two_ranks_does_not_synchronize_host(strategy):
     run_ranks(2, steps_without_waiting, strategy, backend="nccl")
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_a_whole_step_of_two_ranks_in_a_cuda_graph_is_the_same_step(strategy):
+def test_cuda_graph_of_step_on_two_ranks_matches_eager_step_bitwise(strategy):
     run_ranks(2, agree_in_a_graph, strategy, backend="nccl")
 
 
 @on_new_ranks(2, backend="nccl")
-def test_two_replicas_learn_the_bits_of_plain_pytorch():
+def test_hsdp_with_two_replicas_matches_plain_pytorch_bitwise():
     expected = learn(leave)
     for strategy in ("hsdp", "hsdp_zero2"):
         mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -49,7 +49,7 @@ def learn_everywhere() -> tuple[list[Any], list[list[Any]]]:
     return learn(leave), [learn(partial(fully_shard, strategy=strategy)) for strategy in ONE_AXIS]
 
 
-def test_all_ranks_learn_what_plain_pytorch_does():
+def test_training_on_all_gpus_matches_plain_pytorch_losses():
     for expected, found in run_ranks(DEVICES, learn_everywhere, backend="nccl"):
         for each in found:
             torch.testing.assert_close(each[0], expected[0], rtol=1e-4, atol=1e-5)

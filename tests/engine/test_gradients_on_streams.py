@@ -1,4 +1,4 @@
-"""Gradients where an accelerator is pretended: cast by few kernels, with no copy beyond, in no memory beyond."""
+"""Gradients on a simulated accelerator: few cast kernels, no additional copies, no additional memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ def trained(mesh: Any, **options: Any) -> dict[str, Tensor]:
     for step in range(3):
         with model.no_sync():
             model(inputs(step)).float().square().mean().backward()
-        for microbatch in range(2):  # the second adds to what the first has left
+        for microbatch in range(2):  # the second accumulates into the gradients of the first
             model(inputs(10 * step + microbatch)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -36,7 +36,7 @@ def trained(mesh: Any, **options: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
 @on_ranks(2)
-def test_numbers_are_those_of_a_cpu(strategy):
+def test_simulated_accelerator_matches_cpu_bitwise(strategy):
     mesh = init_device_mesh("cpu", (2,))
     expected = trained(mesh, strategy=strategy)
     with dry.taped(values=True):
@@ -45,7 +45,7 @@ def test_numbers_are_those_of_a_cpu(strategy):
 
 
 def steps_of(make_layer: Callable[[], nn.Module]) -> Tape:
-    """Return the tape of two steps of three such layers, each a unit."""
+    """Return the trace of two steps of a model with three layers from `make_layer`, each a unit."""
     with dry.world(8):
         mesh = init_device_mesh("cpu", (8,))
         with dry.taped() as tape:
@@ -60,13 +60,13 @@ def steps_of(make_layer: Callable[[], nn.Module]) -> Tape:
     return tape
 
 
-def test_no_memory_of_gradients_outlives_those_of_the_optimizer():
+def test_gradient_buffers_are_freed_with_optimizer_gradients():
     tape = steps_of(Layer)
     reduced = [allocation for allocation in tape.of(Allocation) if allocation.origin.phase is Phase.POST_BACKWARD]
     gradients = {item.storage for item in reduced if item.purpose in ("messages", "gradient shards")}
     taken = [allocation.nbytes for allocation in tape.of(Allocation) if allocation.storage in gradients]
     given_back = [free.nbytes for free in tape.of(Free) if free.storage in gradients]
-    assert sum(taken) - sum(given_back) < 1000 < max(taken)  # zeros for the gaps of packs
+    assert sum(taken) - sum(given_back) < 1000 < max(taken)  # the rest are zeros for the gaps of packs
     assert not dry.races(tape)
 
 
@@ -80,13 +80,13 @@ def casts(tape: Tape) -> list[Operation]:
     ]
 
 
-def test_the_pack_casts_what_it_takes():
+def test_packing_casts_gradients_in_same_kernel():
     tape = steps_of(Layer)
     assert {cast.name for cast in casts(tape)} == {"aten._chunk_cat"}
 
 
 class Wide(nn.Module):
-    """Five matrices that travel in place; the rows of the last, 1023, divide by no 8."""
+    """Five matrices that are reduced in place. The last one has 1023 rows, which 8 ranks cannot share evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,14 +99,14 @@ class Wide(nn.Module):
         return x
 
 
-def test_what_travels_in_place_is_cast_at_once_and_copied_no_more():
+def test_gradients_reduced_in_place_are_not_copied_after_cast():
     tape = steps_of(Wide)
     copies = [
         operation
         for operation in tape.of(Operation)
         if operation.copies and operation.origin.unit == "layers.1" and operation.stream == "reduce"
     ]
-    assert copies == [] or {copy.name for copy in copies} == {"aten.copy_"}  # of the last part of the sum
+    assert copies == [] or {copy.name for copy in copies} == {"aten.copy_"}  # copies of the last part of the sum
     assert not any("pad" in operation.name for operation in tape.of(Operation))
     sent = [
         collective
@@ -114,4 +114,4 @@ def test_what_travels_in_place_is_cast_at_once_and_copied_no_more():
         if "scatter" in collective.name and collective.origin.unit == "layers.1"
     ]
     assert sent
-    assert all(item.sizes.count(4 << 20) == 5 for item in sent)  # with a row of padding
+    assert all(item.sizes.count(4 << 20) == 5 for item in sent)  # the last one includes a row of padding

@@ -1,4 +1,4 @@
-"""Norms, clipping and loss scaling of sharded gradients are those of one process that has all of them."""
+"""Norms, clipping and loss scaling of sharded gradients match a single process with full gradients."""
 
 import math
 from functools import partial
@@ -20,7 +20,7 @@ NORMS = (0.5, 1.0, 2.0, 3.0, math.inf, "inf")
 
 
 def backward(model: Any) -> Any:
-    """Return the same batch on every rank, so a plain model on each rank is the reference."""
+    """Run a backward of the same batch on every rank, so a plain model on each rank is the reference."""
     model(inputs()).square().mean().backward()
     return model
 
@@ -28,7 +28,7 @@ def backward(model: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @on_ranks("world")
-def test_our_clipping_and_that_of_torch_equal_one_process(world):
+def test_clip_grad_norm_matches_single_process_for_all_strategies(world):
     for norm_type in NORMS:
         plain = backward(chain(leave))
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
@@ -48,8 +48,8 @@ def test_our_clipping_and_that_of_torch_equal_one_process(world):
 
 
 @on_ranks(4)
-def test_clipping_spans_meshes_and_parameters_that_are_not_sharded():
-    """Sharded on one axis, sharded on two, ignored and frozen parameters in one call."""
+def test_clip_grad_norm_supports_several_meshes_and_plain_parameters():
+    """Clip parameters sharded on one and on two mesh dimensions, ignored and frozen parameters in one call."""
 
     def build(shard: Any) -> nn.Module:
         model = nn.Sequential(Layer(), Layer(), nn.Linear(48, 48), nn.Linear(48, 5))
@@ -71,7 +71,7 @@ def test_clipping_spans_meshes_and_parameters_that_are_not_sharded():
 
 
 @on_ranks(2)
-def test_the_wrapper_s_method_is_the_same():
+def test_wrapper_clip_grad_norm_matches_plain_pytorch():
     plain = backward(chain(leave))
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     model = backward(FullyShardedDataParallel(chain(leave), auto_wrap_policy=ModuleWrapPolicy({Layer})))
@@ -79,7 +79,7 @@ def test_the_wrapper_s_method_is_the_same():
 
 
 @on_ranks(2)
-def test_unusual_gradients_have_the_same_result_on_every_rank():
+def test_clip_grad_norm_edge_cases_agree_on_every_rank():
     model = chain(fully_shard)
     assert clip_grad_norm_(model.parameters(), 1.0).item() == 0  # no gradient at all
     backward(model)
@@ -99,7 +99,7 @@ def test_unusual_gradients_have_the_same_result_on_every_rank():
 
 
 def scale(overflows: dict[int, int]) -> tuple[list[float], list[bool]]:
-    """Return the scale and whether parameters changed, by step. `overflows` selects the rank and the step."""
+    """Return the scale and whether parameters changed, per step. `overflows` maps a step to the overflowing rank."""
     model = chain(fully_shard)
     optimizer = sgd(model)
     scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -121,13 +121,13 @@ def scale(overflows: dict[int, int]) -> tuple[list[float], list[bool]]:
     return scales, stepped
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all():
+def test_overflow_on_one_rank_skips_step_on_every_rank():
     expected = ([8.0, 4.0, 4.0, 8.0, 4.0, 4.0], [True, False, True, True, False, True])
     assert run_ranks(2, scale, {1: 1, 4: 0}) == [expected] * 2
 
 
 def scale_like_plain() -> None:
-    """Without an overflow, scaling changes no bit: scales are powers of two."""
+    """Without an overflow, scaling keeps results bitwise equal, because scales are powers of two."""
 
     def learn(shard: Any, scaler: Any) -> list[Any]:
         model = chain(shard)
@@ -147,14 +147,14 @@ def scale_like_plain() -> None:
         assert_same(learn(partial(fully_shard, strategy=strategy), scaler), expected, name=strategy)
 
 
-def test_scaled_training_has_the_bits_of_plain_pytorch():
+def test_grad_scaler_training_matches_plain_pytorch_bitwise():
     run_ranks(1, scale_like_plain)
     run_ranks(2, scale_like_plain)
 
 
 @on_ranks(2)
 def test_the_norm_of_half_precision_gradients_does_not_overflow():
-    """Gradients in float16 are added up in float32."""
+    """The norm of float16 gradients is accumulated in float32."""
     model = chain(fully_shard, Chain().half())
     for param in model.parameters():
         param.grad = torch.full_like(param, 100.0)

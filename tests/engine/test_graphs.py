@@ -1,4 +1,4 @@
-"""Whole training steps as CUDA graphs, on the CPU: a replay repeats recorded operations, not Python code."""
+"""Whole training steps as CUDA graphs, emulated on the CPU: a replay repeats operations, not Python code."""
 
 import logging
 import re
@@ -55,7 +55,7 @@ def captured(step: Any, examples: Any, graphs: list[ReplayedGraph] | None = None
 
 def agree(programs: Sequence[Program]) -> list[tuple[int, list[str]]]:
     """Compare each program with and without capture. Return the numbers of replays and the logged reasons."""
-    register_backend("gloo", NativeCollectives)  # whose collectives are operations
+    register_backend("gloo", NativeCollectives)  # its collectives are recorded as operations
     found = []
     for program in programs:
         graphs: list[ReplayedGraph] = []
@@ -76,14 +76,14 @@ MORE_SEEDS = (98, 51, 191, 3, 76, 14, 84, 89)
 
 
 @pytest.mark.slow
-def test_random_programs_have_the_bits_of_eager_steps():
+def test_captured_random_programs_match_eager_steps_bitwise():
     programs = [random_program(seed) for seed in SEEDS]
     for result in run_ranks(2, agree, programs):
         assert sum(replays for replays, _ in result) > 5 * len(programs)
 
 
 @pytest.mark.slow
-def test_many_random_programs_have_the_bits_of_eager_steps():
+def test_many_captured_random_programs_match_eager_steps_bitwise():
     run_ranks(2, agree, [random_program(seed) for seed in MORE_SEEDS])
 
 
@@ -110,7 +110,7 @@ REASONS = {
 
 
 @pytest.mark.slow
-def test_a_change_that_a_graph_cannot_follow_runs_eagerly_with_its_reason():
+def test_change_unsupported_by_graph_runs_eagerly_and_logs_reason():
     quiet, others = ("nothing",) * 5, ("rate", "scheduler", "evaluate", "load", "write", "zero")
     programs = [
         replace(STEADY, actions=("save", action, *quiet, *(others[i % 6], others[(i + 1) % 6])))
@@ -125,7 +125,7 @@ def test_a_change_that_a_graph_cannot_follow_runs_eagerly_with_its_reason():
 
 
 def rates_reported_after_other_numbers_of_eager_steps() -> list[str]:
-    """Replay steps that rank 1 runs eagerly, then change the learning rate before each step. Return the warnings."""
+    """Run some steps eagerly on rank 1 only, then change the learning rate before each step. Return the warnings."""
     register_backend("gloo", NativeCollectives)
     model = chain(partial(fully_shard, strategy="zero3"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -144,20 +144,20 @@ def rates_reported_after_other_numbers_of_eager_steps() -> list[str]:
     return [message for message in messages if "hyperparameters: lr" in message]
 
 
-def test_ranks_that_replay_different_steps_report_no_learning_rates():
+def test_learning_rate_change_is_not_logged_if_ranks_replay_differently():
     assert run_ranks(2, rates_reported_after_other_numbers_of_eager_steps) == [[], []]
 
 
 @pytest.mark.slow
-def test_gradients_that_are_set_between_steps_are_not_skipped():
-    """A step that zeroes gradients first leaves some, and a graph writes them to its own memory."""
+def test_gradients_set_between_replays_match_eager_steps():
+    """A step that zeroes gradients at its start leaves gradients at its end. A graph writes those to its own memory."""
     first = replace(STEADY, zeroes_first=True, actions=("nothing", "backward", "zero", *("nothing",) * 6))
     programs = [replace(first, strategy=name, to_none=to_none) for name in ONE_AXIS for to_none in (True, False)]
     run_ranks(2, agree, programs)
 
 
 @on_new_ranks(2)
-def test_a_replay_refuses_the_parameters_that_an_eager_step_refuses():
+def test_replay_rejects_parameters_that_eager_step_rejects():
     register_backend("gloo", NativeCollectives)
     changes: dict[str, Callable[[Any], Any]] = {
         "data of head.weight was assigned": lambda weight: setattr(weight, "data", weight.data.clone()),
@@ -181,13 +181,13 @@ def test_a_replay_refuses_the_parameters_that_an_eager_step_refuses():
             take(inputs())
 
 
-# -- what is queued ---------------------------------------------------------------------------------------------------
+# -- queued collectives -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 @on_new_ranks(2)
-def test_an_eager_step_queues_the_collectives_of_a_replay(strategy):
-    """Otherwise a rank whose batch has a different shape would hang all others."""
+def test_eager_step_issues_same_collectives_as_replay(strategy):
+    """Otherwise, a rank whose batch has a different shape would make all other ranks hang."""
     register_backend("gloo", NativeCollectives)
     model = chain(partial(fully_shard, strategy=strategy))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -312,7 +312,7 @@ def steps_every_fourth_time(_: Any) -> Any:
         return loss
 
     for _ in range(WARMUP):
-        step(inputs())  # the first captured call steps, and later the one that captures
+        step(inputs())  # the first captured call steps the optimizer, and later the call that captures
     return step
 
 
@@ -349,7 +349,7 @@ MISTAKES: dict[Callable[[Any], Any], tuple[type[Exception], str]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 @on_new_ranks(2)
-def test_what_cannot_be_captured_is_refused_on_every_rank(mistake, tmp_path):
+def test_step_that_cannot_be_captured_is_rejected_on_every_rank(mistake, tmp_path):
     take, messages = captured(mistake(tmp_path), (inputs(),)), []
     for number in range(WARMUP + 3):
         try:
@@ -364,7 +364,7 @@ def test_what_cannot_be_captured_is_refused_on_every_rank(mistake, tmp_path):
 
 
 @on_new_ranks(2)
-def test_collectives_of_other_backends_are_refused():
+def test_capture_rejects_collectives_of_unsupported_backend():
     model, optimizer = build()
     graph = ReplayedGraph()
     graph.backends = frozenset({"nccl"})
@@ -387,20 +387,20 @@ def test_collectives_of_other_backends_are_refused():
         ((print, (torch.ones(1, requires_grad=True),)), r"shape \(1,\) requires a gradient"),
     ],
 )
-def test_arguments_are_checked(arguments, message):
+def test_capture_rejects_invalid_arguments(arguments, message):
     warmup = arguments[2] if len(arguments) > 2 else WARMUP
     with pytest.raises(ConfigError, match=message):
         CapturedStep(*arguments[:2], warmup, ReplayedGraph())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
-def test_a_machine_without_a_gpu_is_refused():
+def test_capture_without_gpu_raises():
     with pytest.raises(ConfigError, match="needs a CUDA device"):
         capture(print, (torch.ones(1),))
 
 
-def test_waits_of_a_gpu_are_found_by_its_warnings(monkeypatch):
-    """CUDA warns, as it does here, if it is asked to. Other warnings are shown as before."""
+def test_device_synchronization_is_detected_by_cuda_warnings(monkeypatch):
+    """In sync debug mode CUDA emits the warning that this test emits. Other warnings are shown as before."""
     modes = ["error"]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -418,7 +418,7 @@ def test_waits_of_a_gpu_are_found_by_its_warnings(monkeypatch):
 
 
 @on_new_ranks(1)
-def test_arguments_that_are_no_tensors_are_constants():
+def test_non_tensor_arguments_of_captured_step_are_constants():
     inner = training(*build())
     take = captured(lambda x, scale, names: inner(x * scale), (inputs(), 2.0, {"a": None}))
     logger, logged = logging.getLogger("fullshard.graphs"), Logged()
@@ -433,7 +433,7 @@ def test_arguments_that_are_no_tensors_are_constants():
 
 
 @on_new_ranks(1)
-def test_a_step_that_changes_in_each_call_is_reported_once():
+def test_step_changed_before_every_call_is_logged_once():
     model, optimizer = build()
     logger, logged = logging.getLogger("fullshard.graphs"), Logged()
     logger.addHandler(logged)
@@ -447,7 +447,7 @@ def test_a_step_that_changes_in_each_call_is_reported_once():
 
 
 @on_new_ranks(1)
-def test_memory_of_graphs_that_were_dropped_is_not_kept():
+def test_memory_of_reset_graphs_is_released():
     model, optimizer = build()
     take, found = captured(training(model, optimizer), (inputs(),)), []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""States that groups of neighboring ranks have together: the same numbers, and less that crosses a group's border."""
+"""States sharded within groups of neighboring ranks: equal results, and less communication between groups."""
 
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ def learn(shard: Any, *, accumulate: int = 1, synced: bool = False, steps: int =
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_grouped_parameters_have_the_bits_of_zero3():
+def test_grouped_parameters_match_zero3_bitwise():
     expected = learn(fully_shard)
     for placements in (WITHIN_STEP, BETWEEN_STEPS, WHOLE_IN_STEP):
         assert_same(learn(partial(fully_shard, strategy=placements)), expected, name=str(placements))
@@ -65,8 +65,8 @@ def test_grouped_parameters_have_the_bits_of_zero3():
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_sums_by_groups_have_the_bits_of_hybrid_sharding():
-    """Sums over groups of two and then across: as hybrid sharding takes them on a mesh of the same groups."""
+def test_grouped_gradients_match_hybrid_sharding_bitwise():
+    """Gradients are summed within groups of two, then across, as in hybrid sharding on a mesh of the same groups."""
     accumulate = 3
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     hybrid = partial(fully_shard, strategy="hsdp", mesh=mesh)
@@ -81,8 +81,8 @@ def test_sums_by_groups_have_the_bits_of_hybrid_sharding():
 
 
 @on_ranks(4)
-def test_unsynced_microbatches_add_up_sums_of_the_group():
-    """In microbatches without sync, a hybrid strategy that reduces on its shard axis does the same."""
+def test_microbatches_without_sync_accumulate_sums_of_group():
+    """Hybrid sharding does the same if it reduces only over the shard dimension in microbatches without sync."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
     def learn_with(shard: Any, switch: str) -> list[Any]:
@@ -102,10 +102,10 @@ def test_unsynced_microbatches_add_up_sums_of_the_group():
 
 
 @on_ranks(3)
-def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all():
-    """NCCL splits that only when all ranks ask it to, and those outside of the group never do.
+def test_subgroup_is_not_split_from_default_process_group():
+    """NCCL splits a communicator only if all its ranks call it, and ranks outside of the new group never do.
 
-    Two of three ranks make a group while the default group is bound to a device, as `init_process_group` does.
+    Two of three ranks create a group while the default group is bound to a device, as `init_process_group` does.
     """
     world, device = torch.distributed.group.WORLD, torch.device("cuda", 0)
     world.bound_device_id = device
@@ -133,8 +133,8 @@ def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all():
     [(WITHIN_STEP, 3, 0), (BETWEEN_STEPS, 1, 0), (ALL_BUT_OPTIMIZER, 1, 1), (WHOLE_IN_STEP, 1, 0)],
 )
 @on_ranks(4)
-def test_what_crosses_the_border_of_a_group_in_a_step_of_three_microbatches(placements, gathers, reductions):
-    """In multiples of a rank's shards. Each rank sends them once to its counterpart in the other group."""
+def test_traffic_between_groups_is_expected_multiple_of_shards(placements, gathers, reductions):
+    """Traffic is counted in multiples of a rank's shards, sent once to its counterpart in the other group."""
     model = chain(partial(fully_shard, strategy=placements))
     optimizer = sgd(model)
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_what_crosses_the_border_of_a_group_in_a_step_of_three_microbatches(plac
 
 @pytest.mark.parametrize("placements", [WITHIN_STEP, BETWEEN_STEPS, ALL_BUT_OPTIMIZER, WHOLE_IN_STEP])
 @on_ranks(4)
-def test_the_ledger_s_formula_is_what_is_measured(placements):
+def test_predicted_ledger_matches_measured_ledger_with_groups(placements):
     model = chain(partial(fully_shard, strategy=placements))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
@@ -167,7 +167,7 @@ def test_the_ledger_s_formula_is_what_is_measured(placements):
 
 
 @on_ranks(4)
-def test_groups_that_cannot_be_made_are_refused():
+def test_invalid_group_options_are_rejected():
     model = Chain()
     initialize(model)
     for options, stated in [

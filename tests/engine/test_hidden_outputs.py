@@ -1,4 +1,4 @@
-"""Outputs that a unit hands out where hooks may not see them: right gradients, or an error that names the parameter."""
+"""Unit outputs that hooks may not find: gradients are correct, or an error names the parameter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STRATEGIES = ("zero3", "zero3", "zero3", "zero2", "zero1", "ddp")
 
 
 @pytest.mark.slow
-def test_a_backward_is_right_or_refused_on_every_rank() -> None:
+def test_hidden_outputs_have_correct_backward_or_raise_on_every_rank() -> None:
     seeds = list(range(16))
     by_rank = run_ranks(2, run_programs, seeds, STRATEGIES)
     assert by_rank[0] == by_rank[1]
@@ -44,7 +44,7 @@ def test_a_backward_is_right_or_refused_on_every_rank() -> None:
 
 
 def collect_garbage_on_the_first_rank(seed: int) -> list[str]:
-    """Like `run_programs`, but the garbage of a step is gone at the end of its backward on the first rank only."""
+    """Like `run_program`, but only rank 0 collects the garbage of a step by the end of its backward."""
 
     def collecting(program: Program, step: int, microbatch: int, rank: int) -> Tensor:
         x = batch(program, step, microbatch, rank).requires_grad_()
@@ -60,14 +60,14 @@ def collect_garbage_on_the_first_rank(seed: int) -> list[str]:
         gc.enable()
 
 
-def test_garbage_that_holds_views_of_parameters_changes_no_order_of_collectives() -> None:
+def test_garbage_with_parameter_views_does_not_change_collective_order() -> None:
     outcomes = run_ranks(2, collect_garbage_on_the_first_rank, 4)
     assert outcomes[0] == outcomes[1]
     assert set(outcomes[0]) == {"same"}
 
 
 class Writing(nn.Module):
-    """A module whose forward writes to its weight: before the use that autograd saves, or where nothing is saved."""
+    """A module whose forward modifies its weight in place, before a use that autograd saves or does not save."""
 
     def __init__(self, *, saves: bool) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def write_in_forward(strategy: str, *, saves: bool) -> tuple[list[str], list[str
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("saves", [False, True])
 @on_ranks(2)
-def test_a_write_in_forward_is_logged_once_or_kept(strategy, saves):
+def test_inplace_weight_update_in_forward_is_logged_and_kept_or_raises(strategy, saves):
     outcomes, logged = write_in_forward(strategy, saves=saves)
     if strategy == "zero3" and saves:
         assert all("weight of 1 with its values from forward, but they are lost" in outcome for outcome in outcomes)
@@ -125,7 +125,7 @@ def test_a_write_in_forward_is_logged_once_or_kept(strategy, saves):
 
 
 class Positions(nn.Module):
-    """Returns its parameter, or a part of it, as modules of learned positions do."""
+    """Returns its parameter or a part of it, like a learned position embedding."""
 
     def __init__(self, returns: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -185,21 +185,21 @@ def test_a_unit_may_return_its_parameters() -> None:
 
 
 @on_ranks(2)
-def test_parameters_in_objects_that_cannot_be_copied_are_refused() -> None:
+def test_unit_returning_parameters_in_uncopyable_object_raises() -> None:
     for strategy in ("zero3", "zero2"):
         model = WithPositions(lambda weight: hidden_programs.Slotted(weight))
         for unit in (model.positions, model.first, model.second):
             fully_shard(unit, strategy=strategy)
         fully_shard(model, strategy=strategy)
         refused = pytest.raises(StateError, match=r" returns a .*Slotted .* its parameters")
-        with torch.set_grad_enabled(strategy == "zero3"), refused:  # zero2 frees after an evaluation only
+        with torch.set_grad_enabled(strategy == "zero3"), refused:  # zero2 frees parameters only after an evaluation
             model(torch.ones(2, 4))
         model.positions.returns = lambda weight: weight[:1]
         model(torch.ones(2, 4))[0].backward()
 
 
 @on_ranks(2)
-def test_a_returned_parameter_gets_no_hook_in_each_forward() -> None:
+def test_returned_parameter_does_not_accumulate_hooks() -> None:
     for strategy in ("zero3", "zero1", "ddp"):
         model = fully_shard(Positions(lambda weight: weight), strategy=strategy)
         found = []

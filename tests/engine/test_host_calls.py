@@ -1,4 +1,4 @@
-"""The calls that sharding adds to a step on the host, counted by `benchmarks/host_overhead.py`."""
+"""Host function calls that sharding adds to a step, counted by `benchmarks/host_overhead.py`."""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -19,7 +19,7 @@ PER_PARAMETER = 3
 
 
 @on_ranks(1)
-def test_sharding_adds_few_calls_to_a_step():
+def test_sharding_adds_few_host_calls_per_step():
     spec = spec_from_file_location("host_overhead", BENCHMARK)
     assert spec is not None and spec.loader is not None
     benchmark = sys.modules[spec.name] = module_from_spec(spec)  # its dataclasses look it up there

@@ -1,4 +1,4 @@
-"""Common idioms of training scripts, with sharded modules as with plain ones."""
+"""Common idioms of training scripts work with sharded modules as with plain ones."""
 
 import copy
 import importlib
@@ -43,8 +43,8 @@ def locals_of(state: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
 @on_ranks(2)
-def test_state_dicts_are_copied_and_saved_like_those_of_plain_modules(strategy):
-    """Keep the best weights by a deep copy, by a file, and by `get_model_state_dict`."""
+def test_state_dicts_support_deepcopy_and_torch_save(strategy):
+    """Keep the best weights with a deep copy and with `torch.save`, also through `get_model_state_dict`."""
     for get in (nn.Module.state_dict, get_model_state_dict):
         model = chain(partial(fully_shard, strategy=strategy))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -61,7 +61,7 @@ def test_state_dicts_are_copied_and_saved_like_those_of_plain_modules(strategy):
         copy.deepcopy(optimizer.state_dict())
         torch.save(optimizer.state_dict(), io.BytesIO())
         assert any(not torch.equal(a, b) for a, b in zip(locals_of(get(model)), expected, strict=True))
-        assert_same(locals_of(best), expected)  # a copy, and not the shards
+        assert_same(locals_of(best), expected)  # a copy, not the shards themselves
         model.load_state_dict(best)
         assert_same(locals_of(get(model)), expected)
         [copy.deepcopy(param) for param in model.parameters()]
@@ -110,20 +110,20 @@ OPTIMIZERS = [
 def learn_scales() -> None:
     for make in OPTIMIZERS:
         (own, our_shapes), (plain, shapes) = learn_scale(make, True), learn_scale(make, False)
-        if make.keywords.get("fused"):  # fused kernels round by where a value lies
+        if make.keywords.get("fused"):  # fused kernels round differently depending on the position of a value
             torch.testing.assert_close(own, plain)
         else:
             assert_same(own, plain)
         assert our_shapes == shapes
 
 
-def test_scalars_are_stepped_by_every_kind_of_optimizer():
+def test_scalar_parameters_are_updated_by_every_optimizer():
     run_ranks(1, learn_scales)
     run_ranks(2, learn_scales)
 
 
 @on_ranks(2)
-def test_units_of_which_a_rank_has_no_rows_leave_the_meta_device():
+def test_units_with_empty_shards_are_materialized_from_meta_device():
     for shape in ((1, 1), (1, 8), (8, 1)):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(*shape), nn.Linear(shape[1], 2))
@@ -143,7 +143,7 @@ def test_units_of_which_a_rank_has_no_rows_leave_the_meta_device():
 )
 @on_ranks(2)
 def test_parameters_can_be_read_between_forward_and_backward(strategy, reshard):
-    """A loss that takes weights again after forward, with gradients forgotten in between: `unshard` first."""
+    """The loss uses weights again after forward, which requires `unshard()`. Gradients are zeroed in between."""
     shard = partial(fully_shard, strategy=strategy, reshard_after_forward=reshard)
     plain, model = chain(lambda module: module), chain(shard)
     for step in range(3):
@@ -167,7 +167,7 @@ def test_parameters_can_be_read_between_forward_and_backward(strategy, reshard):
 
 
 def write_in_the_hook_before(shard: Any) -> list[Any]:
-    """Change the weights of the next layer in a forward hook. Its gather may have begun by then."""
+    """Modify the weights of the next layer in a forward hook. Their all-gather may already have started."""
     model = chain(shard)
     later, optimizer, left = list(model.layers[1].parameters()), sgd(model), []
 
@@ -190,7 +190,7 @@ def write_in_the_hook_before(shard: Any) -> list[Any]:
     return [*left, wholes(model)]
 
 
-def test_a_hook_may_change_weights_that_are_being_gathered():
+def test_forward_hook_can_modify_weights_during_all_gather():
     run_ranks(2, agree_with_plain, write_in_the_hook_before)
 
 
@@ -209,12 +209,12 @@ def train_on_another_default_device(shard: Any) -> list[Any]:
     return [*left, wholes(model)]
 
 
-def test_the_default_device_is_not_used():
+def test_training_does_not_use_default_device():
     run_fresh_ranks(2, agree_with_plain, train_on_another_default_device, timeout=30.0)
 
 
 class Registered(nn.Linear):
-    """A layer whose subclasses need a keyword, as in a registry."""
+    """A layer whose subclasses must pass a keyword, as in a registry."""
 
     tags: list[str] = []  # noqa: RUF012
 
@@ -228,7 +228,7 @@ class Tagged(Registered, tag="tagged"):
 
 
 @on_ranks(1)
-def test_sharding_calls_no_hook_of_subclasses():
+def test_fully_shard_does_not_call_init_subclass():
     module = fully_shard(Tagged(4, 4))
     assert isinstance(module, Tagged) and isinstance(module, FSDPModule)
     assert Registered.tags == ["tagged"]
@@ -256,13 +256,13 @@ def train_without_new_attributes(shard: Any) -> list[Any]:
     return [wholes(model)]
 
 
-def test_a_module_may_allow_no_new_attributes():
+def test_fully_shard_supports_modules_that_reject_new_attributes():
     run_ranks(2, agree_with_plain, train_without_new_attributes)
 
 
 @on_ranks(2)
-def test_parameters_mix_with_tensors_on_an_equal_mesh():
-    """Use a second mesh of the same ranks, as scripts do with torch's FSDP. It has no names either."""
+def test_parameters_combine_with_dtensors_on_equal_mesh():
+    """Use a second mesh of the same ranks, as scripts do with torch's FSDP. Neither has dimension names."""
     model = fully_shard(nn.Linear(8, 8, bias=False))
     own = distribute_tensor(torch.ones(8, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
     with torch.no_grad():
@@ -280,7 +280,7 @@ class Sized(nn.Module):
 
 
 @on_ranks(2)
-def test_slices_are_plain_and_ddp_may_wrap_the_other_layers():
+def test_sequential_slices_are_plain_and_ddp_wraps_unsharded_layers():
     """Check that a slice is not a unit but its layers are, and that DDP ignores what it has to ignore."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model[0])
@@ -293,10 +293,10 @@ def test_slices_are_plain_and_ddp_may_wrap_the_other_layers():
     parametrized.__class__ = type("Parametrized", (type(parametrized),), {})
     assert type(parametrized[:1]) is nn.Sequential
     whole = fully_shard(nn.Linear(8, 8), strategy="ddp")
-    assert not hasattr(whole, "_is_fsdp_managed_module")  # one rank may generate alone
+    assert not hasattr(whole, "_is_fsdp_managed_module")  # so one rank can generate without the others
     assert model[1]._is_fsdp_managed_module
     with implicit_replication():
-        model[1](torch.ones(2, 8))  # torch knows what to do
+        model[1](torch.ones(2, 8))  # torch treats plain tensors as replicated
     alongside = nn.Sequential(fully_shard(nn.Linear(8, 8)), nn.Linear(8, 8))
     alongside._ddp_params_and_buffers_to_ignore = ["0.weight", "0.bias"]
     wrapped = DistributedDataParallel(alongside)
@@ -330,10 +330,10 @@ def learn_statistics(kind: str) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
 @on_ranks(2)
-def test_buffers_are_the_first_ranks_as_under_ddp_if_requested():
+def test_broadcast_buffers_matches_ddp_bitwise():
     twice = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     fully_shard(twice, broadcast_buffers=True).eval()
-    (twice(torch.ones(2, 8)) + twice(torch.ones(2, 8))).sum().backward()  # nothing is written in between
+    (twice(torch.ones(2, 8)) + twice(torch.ones(2, 8))).sum().backward()  # no buffer is written in between
     expected = learn_statistics("ddp")
     assert_same(learn_statistics("shared"), expected)
     assert_same(learn_statistics("wrapper"), expected)
@@ -353,7 +353,7 @@ def learn_with_slope(model: nn.Module) -> list[Any]:
 
 
 @on_ranks(2)
-def test_a_gradient_of_inputs_is_no_step_after_which_buffers_are_broadcast():
+def test_input_gradient_does_not_trigger_buffer_broadcast():
     """A broadcast between the two forwards would write to buffers that the graph of the first one has saved."""
     made = []
     for shard in (False, True):
@@ -380,7 +380,7 @@ loss_of(model(torch.ones(2, 8)), model[1])
 
 
 @pytest.mark.slow
-def test_a_function_of_a_sharded_weight_is_reported_with_its_remedy():
+def test_function_of_sharded_weight_reports_remedy():
     ended = subprocess.run([sys.executable, "-c", MIXES], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "mixed torch.Tensor and DTensor" in ended.stderr
@@ -415,7 +415,7 @@ model.weight.detach().norm().clamp_(min=1e-3)
 
 
 @pytest.mark.slow
-def test_a_norm_that_is_changed_in_place_is_reported_what_to_do():
+def test_inplace_change_of_parameter_norm_reports_remedy():
     ended = subprocess.run([sys.executable, "-c", NORMS], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "[fullshard] The norm of a sharded parameter" in ended.stderr
@@ -423,7 +423,7 @@ def test_a_norm_that_is_changed_in_place_is_reported_what_to_do():
 
 
 @pytest.mark.slow
-def test_an_average_of_parameters_and_buffers_is_reported_what_to_do():
+def test_foreach_average_of_parameters_and_buffers_reports_remedy():
     ended = subprocess.run([sys.executable, "-c", AVERAGES], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "[fullshard] A foreach operation received sharded parameters and plain buffers" in ended.stderr
@@ -435,8 +435,8 @@ def local(value: Tensor) -> Tensor:
 
 
 @on_ranks(2)
-def test_optimizer_state_is_scattered_without_naming_the_optimizer():
-    """Load as PyTorch's T5 example does: the first rank has the full state, and no optimizer is given."""
+def test_optim_state_dict_is_scattered_without_optimizer_argument():
+    """Load as PyTorch's T5 example does: only rank 0 has the full state, and no optimizer is passed."""
     model = FullyShardedDataParallel(chain(lambda module: module))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(inputs()).square().mean().backward()
@@ -458,7 +458,7 @@ def test_optimizer_state_is_scattered_without_naming_the_optimizer():
 
 
 @on_ranks(2)
-def test_optimizer_state_is_named_and_numbered():
+def test_rekey_optim_state_dict_converts_between_names_and_ids():
     model = FullyShardedDataParallel(chain(lambda module: module))
     optimizer = torch.optim.AdamW(model.parameters())
     model(inputs()).square().mean().backward()
@@ -471,12 +471,12 @@ def test_optimizer_state_is_named_and_numbered():
         assert list(named["state"]) == named["param_groups"][0]["params"] == names
         assert rekeyed(named, OptimStateKeyType.PARAM_NAME, model, **given) == named
         assert rekeyed(named, OptimStateKeyType.PARAM_ID, model, **given) == numbered
-        named["param_groups"][0]["params"].reverse()  # of an optimizer of the same parameters in another order
+        named["param_groups"][0]["params"].reverse()  # as for an optimizer with its parameters in another order
         assert rekeyed(named, OptimStateKeyType.PARAM_ID, model, **given) == numbered
 
 
 @on_ranks(2)
-def test_roots_may_share_their_streams():
+def test_share_comm_ctx_shares_streams_between_roots():
     first, second = fully_shard(nn.Linear(8, 8)), fully_shard(nn.Linear(8, 8))
     share_comm_ctx([first, second])
     second(first(torch.ones(2, 8))).sum().backward()
@@ -486,7 +486,7 @@ def test_roots_may_share_their_streams():
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="torch's classes are those of 2.13")
 @on_ranks(2)
-def test_torch_s_own_descriptions_of_meshes_are_taken():
+def test_fully_shard_accepts_mesh_classes_of_torch():
     from torch.distributed import fsdp as peer
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
@@ -516,14 +516,14 @@ def give_hints() -> list[str]:
     return stated
 
 
-def test_hints_that_have_no_effect_state_so_once():
+def test_setters_without_effect_log_once():
     stated = run_fresh_ranks(1, give_hints)[0]
     assert len(stated) == 4
     assert all("has no effect: " in line for line in stated)
 
 
 def check_called_identically(peer: Any, ours: Any, name: str) -> None:
-    """Every argument of `peer`, at the same position, and left out where it may be."""
+    """Check that `ours` has each argument of `peer` at the same position, and optional if it is optional in `peer`."""
     wanted, has = inspect.signature(peer).parameters, inspect.signature(ours).parameters
     for position, (argument, parameter) in enumerate(wanted.items()):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -538,9 +538,9 @@ def check_called_identically(peer: Any, ours: Any, name: str) -> None:
 
 @pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 has other signatures")
 @pytest.mark.parametrize("module", ["torch.distributed.fsdp", "torch.distributed.fsdp.wrap"])
-def test_every_public_name_of_torch_s_is_there_and_called_as_there(module):
-    """Names, functions, what makes the classes, and their methods; docs/moving_over.md names the methods that are
-    missing, and tests/unit/test_docs.py holds that.
+def test_public_names_and_signatures_match_torch_fsdp(module):
+    """Compare names, functions, constructors and methods. docs/moving_over.md lists the methods that are missing, and
+    tests/unit/test_docs.py checks that list.
     """
     peer = importlib.import_module(module)
     ours = importlib.import_module(module.replace("torch.distributed.fsdp", "fullshard"))

@@ -1,6 +1,6 @@
-"""The race checker's claims on concurrent streams: whichever stream is delayed, the bits are the same.
+"""Validation of the race checker on concurrent streams: results are bitwise equal whichever stream is delayed.
 
-Without a GPU there is one order of work, and this shows no more than that nothing else changes.
+Without a GPU, work runs in one order only. There, these tests only show that delays change nothing else.
 """
 
 import threading
@@ -30,7 +30,7 @@ Scenario = tuple[str, str, str]
 GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 IN_THREADS = ("zero3", "hsdp", "hpZ", "hfsdp")
 ON_ONE_RANK = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-ALONE = range(len(QUEUES))  # one stream is late
+ALONE = range(len(QUEUES))  # one stream is delayed
 TOGETHER = range(len(QUEUES), len(QUEUES) + 2)
 
 
@@ -68,14 +68,14 @@ def learn(scenario: Scenario, mesh: DeviceMesh, lock: threading.Lock) -> list[Te
 
 def new_accelerator(device_type: str) -> Accelerator:
     accelerator = StreamAccelerator(torch.device("cuda", 0)) if device_type == "cuda" else Accelerator()
-    assert accelerator.streams  # made before threads ask for them
+    assert accelerator.streams  # created before threads use them
     return accelerator
 
 
 def differing_when_late(of: list[Scenario], device_type: str, sleep: Sleeping) -> list[str]:
-    """Return the scenarios, and the streams that were late, whose parameters had other bits than without delays."""
+    """Return the scenarios and delayed streams whose parameters are not bitwise equal to those without delays."""
     found, lock = [], threading.Lock()
-    mesh = mesh_for(of[0][0], device_type)  # of one strategy
+    mesh = mesh_for(of[0][0], device_type)  # all scenarios have the same strategy
     for scenario in of:
         with pretending(new_accelerator(device_type)):
             expected = learn(scenario, mesh, lock)
@@ -108,19 +108,19 @@ def on_one_rank(strategy: str) -> Iterator[Scenario]:
 
 @gpu
 @pytest.mark.parametrize("strategy", ON_ONE_RANK)
-def test_on_one_rank_late_streams_change_no_bit(strategy):
+def test_delayed_streams_on_one_rank_keep_results_bitwise_equal(strategy):
     of = list(on_one_rank(strategy))
     [found] = run_ranks(1, differing_when_late, of, "cuda", sleep_on_gpu, backend="nccl")
     assert not found
 
 
 def differing_in_threads(world: int, strategy: str, device_type: str, sleep: Sleeping) -> list[str]:
-    """Return the differences for ranks that are threads: exchanged data is delayed, and no rank's host waits for it."""
+    """Return the differences with threads as ranks. Communicated data is delayed, and no rank's host waits for it."""
     from benchmarks.threads import run_threads
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    with FakeTensorMode():  # the first without a GPU replaces torch's device guard, which threads must not do at once
+    with FakeTensorMode():  # the first one replaces torch's device guard without a GPU, which is not thread-safe
         pass
     scenario, found = (strategy, "steps", "bf16"), []
 
@@ -139,7 +139,7 @@ def differing_in_threads(world: int, strategy: str, device_type: str, sleep: Sle
 
 @gpu
 @pytest.mark.parametrize("strategy", IN_THREADS)
-def test_between_ranks_late_streams_change_no_bit(strategy):
+def test_delayed_streams_between_ranks_keep_results_bitwise_equal(strategy):
     [found] = run_ranks(1, differing_in_threads, 4, strategy, "cuda", sleep_on_gpu)
     assert not found
 
@@ -148,7 +148,7 @@ def test_between_ranks_late_streams_change_no_bit(strategy):
 
 
 @on_new_ranks(1)
-def test_late_streams_sleep_and_results_are_the_same():
+def test_delayed_streams_on_cpu_sleep_and_keep_results_bitwise_equal():
     of = [("hsdp", "steps", "bf16"), ("hsdp", "accumulation", "offload")]
     slept: list[float] = []
     found = differing_when_late(of, "cpu", slept.append)
@@ -158,7 +158,7 @@ def test_late_streams_sleep_and_results_are_the_same():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", IN_THREADS)
-def test_ranks_may_be_threads(strategy):
+def test_ranks_can_run_as_threads(strategy):
     [found] = run_ranks(1, differing_in_threads, 4, strategy, "cpu", do_not_sleep)
     assert not found
 
@@ -168,8 +168,8 @@ def do_not_sleep(ms: float) -> None:
 
 
 @pytest.mark.parametrize("name", QUEUES)
-def test_each_stream_can_be_late(name):
-    """Also on simulated streams, which identify each sleep by its stream."""
+def test_each_stream_can_be_delayed(name):
+    """Delay simulated streams, which identify the stream of each sleep."""
     accelerator = DryAccelerator(dry.Tape())
     where: list[str] = []
     late(accelerator, [name], lambda: where.append(accelerator.stream))

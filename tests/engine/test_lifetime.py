@@ -61,7 +61,7 @@ def step(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @on_new_ranks(2)
-def test_a_model_that_is_dropped_is_freed():
+def test_deleted_model_is_freed():
     model = sharded()
     for _ in range(3):
         step(model)
@@ -74,7 +74,7 @@ def test_a_model_that_is_dropped_is_freed():
 
 @dataclass
 class Answer:
-    """An output that is not a tensor, as those of the transformers library."""
+    """An output that is not a tensor, like those of the transformers library."""
 
     scores: Tensor
 
@@ -85,9 +85,9 @@ class Answering(nn.Linear):
 
 
 @on_new_ranks(2)
-def test_what_goes_through_a_model_is_freed_without_the_garbage_collector():
-    """Otherwise activations would pile up until the collector runs, and peak memory would depend on chance."""
-    import_module("torch.distributed.pipelining._backward")  # then the engine looks for its functions among the callers
+def test_inputs_outputs_and_gradients_are_freed_without_gc():
+    """Otherwise, activations would accumulate until the garbage collector runs, and peak memory would vary."""
+    import_module("torch.distributed.pipelining._backward")  # the engine then looks for its functions in the stack
     gc.disable()
     model = fully_shard(nn.Sequential(fully_shard(Answering(8, 8)), fully_shard(Answering(8, 8))))
     for _ in range(3):
@@ -117,7 +117,7 @@ def change_dtype_plain() -> tuple[bool, Tensor, Tensor]:
 
 
 def test_a_model_changes_dtype_after_a_step():
-    """Parameters stay the same objects, with the marks that users left on them before."""
+    """Parameters stay the same objects and keep the attributes that users have set on them."""
     [expected] = run_ranks(1, change_dtype_plain)
     for actual in run_ranks(2, change_dtype):
         assert_same(actual, expected)
@@ -134,14 +134,14 @@ def test_a_model_sharded_on_the_meta_device_is_materialized_later():
 
 
 @on_new_ranks(1)
-def test_a_unit_is_on_the_meta_device_as_a_whole():
+def test_unit_partly_on_meta_device_is_rejected():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     with pytest.raises(ConfigError, match=r"1.weight is on the meta device, but 0.weight in the same unit is not"):
         fully_shard(model)
 
 
 @on_new_ranks(2)
-def test_a_unit_that_leaves_shared_memory_hides_no_graph_that_waits():
+def test_unit_with_pending_backward_cannot_leave_shared_memory():
     model = nn.Sequential(*(fully_shard(nn.Linear(64, 64)) for _ in range(6)))
     fully_shard(model)
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_a_unit_that_leaves_shared_memory_hides_no_graph_that_waits():
 
 
 @pytest.mark.parametrize("reason", ["a pending gather", "garbage"])
-def test_units_leave_shared_memory_although_one_rank_has_views_of_it(reason):
+def test_units_leave_shared_memory_despite_views_on_one_rank(reason):
     run_on_shared_ranks(2, unshard_all, reason)
 
 
@@ -189,16 +189,16 @@ def unshard_all(reason: str) -> None:
     assert_same([layer.weight for layer in model], expected)
 
 
-# -- process groups that come and go ----------------------------------------------------------------------------------
+# -- recreated process groups -----------------------------------------------------------------------------------------
 
 
 def kept_by_process() -> dict[str, int]:
-    """Counts of what the system keeps for this process: descriptors by kind, threads, children, shared memory."""
-    drop_if_stale()  # as the next process group would
+    """Count the system resources of this process: file descriptors by kind, threads, children, shared memory."""
+    drop_if_stale()  # as the next process group does
     gc.collect()
     found: Counter[str] = Counter()
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # that of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             found[re.sub(r"\d+", "N", str(link.readlink()).partition(":")[0])] += 1
     found["threads"] = len(list(Path("/proc/self/task").iterdir()))
     found["children"] = sum(
@@ -210,7 +210,7 @@ def kept_by_process() -> dict[str, int]:
 
 
 def use_all(folder: Path, cycle: int, features: frozenset[str]) -> None:
-    """Train for a step, and use what keeps something for its process group."""
+    """Train for two steps and use the features that keep resources for the process group."""
     model = sharded()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
@@ -245,8 +245,8 @@ def use_all(folder: Path, cycle: int, features: frozenset[str]) -> None:
 
 
 def leaks_of_process_groups(folder: Path, cycles: int, features: frozenset[str]) -> dict[str, tuple[int, int]]:
-    """Return counts that grow from the first three cycles to the last one. In each cycle a process group is made,
-    used and destroyed. Its threads may take some seconds to end.
+    """Return the counts that grow from the first three cycles to the last one. Each cycle creates, uses and destroys
+    a process group, whose threads may take some seconds to end.
     """
     store = default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -272,13 +272,13 @@ FEATURES = frozenset({"clip", "save", "async_save", "safety copy", "summon", "st
 
 @pytest.mark.slow
 @torch_before((2, 13), "torch 2.11 keeps process groups of foreach operations on DTensors")
-def test_nothing_outlives_its_process_group_for_more_than_a_cycle(tmp_path):
-    """No more descriptors, threads, children and shared memory after seven cycles than after the first three."""
+def test_recreated_process_groups_do_not_leak_resources(tmp_path):
+    """Descriptors, threads, children and shared memory do not grow between the third and the seventh cycle."""
     assert run_ranks(2, leaks_of_process_groups, tmp_path, 7, FEATURES) == [{}, {}]
 
 
 @on_new_ranks(2)
-def test_parameters_have_the_mesh_of_the_present_process_group():
+def test_parameters_have_mesh_of_current_process_group():
     """torch caches the results of operations with their meshes, and meshes of two process groups can be equal."""
     store = default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -287,7 +287,7 @@ def test_parameters_have_the_mesh_of_the_present_process_group():
     for cycle in range(2):
         dist.init_process_group("gloo", store=dist.PrefixStore(f"cycle {cycle}", store), rank=rank, world_size=world)
         for _ in range(cycle):
-            dist.new_group([0, 1])  # so that groups of the mesh have other names than before
+            dist.new_group([0, 1])  # so that the process groups of the mesh have different names than before
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
         model = fully_shard(nn.Linear(8, 8), mesh=mesh, strategy="hsdp")
         step(model)

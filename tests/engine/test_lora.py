@@ -1,4 +1,4 @@
-"""Adapters in frozen bases of any dtype: what is trained learns as without sharding, what is not costs its gather."""
+"""LoRA on frozen bases of any dtype: training matches plain PyTorch, and frozen weights only cost an all-gather."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ class LoRA(nn.Module):
         super().__init__()
         self.base = base(into, out)
         self.a = nn.Parameter(torch.randn(RANK, into) / into)
-        self.b = nn.Parameter(torch.randn(out, RANK) / RANK)  # not zero as usual, so that both learn at once
+        self.b = nn.Parameter(torch.randn(out, RANK) / RANK)  # not zero as usual, so that both learn from step 0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + x @ self.a.t() @ self.b.t()
@@ -48,7 +48,7 @@ class Plain(nn.Linear):
 
 
 class Quantized(nn.Module):
-    """Weights of a dtype that cannot be trained, and a scale for each row. The bias stays as it was."""
+    """Weights of a dtype that cannot be trained, and a scale per row. The bias is not quantized."""
 
     def __init__(self, dtype: torch.dtype, into: int, out: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ BASES: dict[str, Callable[[int, int], nn.Module]] = {
 
 
 class Block(nn.Module):
-    """Two adapters over bases of one dtype, a trained norm, and buffers of dtypes that nothing casts."""
+    """Two adapters over bases of one dtype, a trained norm, and buffers of dtypes that are never cast."""
 
     def __init__(self, base: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Block(nn.Module):
 
 
 def adapted(shard: Shard, base: str = "float32", **options: Any) -> Any:
-    """Three blocks, each a unit, and a head that is trained; always of the same weights."""
+    """Build three blocks, each a unit, and a trained head, always with the same weights."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(BASES[base]) for _ in range(3)), nn.Linear(WIDTH, 5))
     for block in list(model)[:3]:
@@ -133,7 +133,7 @@ def learn(model: Any) -> list[Any]:
     return [*(step(model, optimizer, number) for number in range(STEPS)), wholes(model)]
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 def learn_on(base: str, shard: Shard) -> list[Any]:
@@ -145,14 +145,14 @@ def learn_on(base: str, shard: Shard) -> list[Any]:
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("bases", [["float32", "bfloat16", "float64", "masked"], ["int8", "int32", "e4m3", "e5m2"]])
 @on_ranks("world")
-def test_adapters_learn_the_bits_of_plain_ones_whatever_the_base_is_made_of(world, bases, strategies):
+def test_adapters_on_bases_of_any_dtype_match_plain_pytorch_bitwise(world, bases, strategies):
     for base in bases:
         agree_with_plain(partial(learn_on, base), *strategies)
 
 
 @pytest.mark.slow
 @on_ranks(3)
-def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
+def test_lora_strategies_match_each_other_bitwise_with_uneven_shards():
     for base in ("bfloat16", "int8", "e4m3", "masked"):
         first, *others = (learn(adapted(partial(fully_shard, strategy=strategy), base)) for strategy in ONE_AXIS)
         for other in others:
@@ -161,7 +161,7 @@ def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
 
 @on_ranks(2)
 def test_quantized_weights_are_never_cast():
-    """Check that only floating-point tensors are cast: the assertions are in the modules' forwards."""
+    """Only floating-point tensors are cast. The modules' forwards contain further assertions."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
     whole = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     for base in ("int8", "e4m3", "masked"):
@@ -178,11 +178,11 @@ def test_quantized_weights_are_never_cast():
         assert other[0].table.dtype is torch.float8_e4m3fn
 
 
-# -- in mid-run -------------------------------------------------------------------------------------------------------
+# -- changes during training ------------------------------------------------------------------------------------------
 
 
 def thaw_and_freeze(shard: Shard) -> list[Any]:
-    """First the adapters learn, then the bases of two blocks with them, then a base alone."""
+    """Train the adapters, then also bases in two blocks, then one base alone."""
     model = adapted(shard)
     optimizer = momentum(model)
     left = [step(model, optimizer, number) for number in range(3)]
@@ -200,12 +200,12 @@ def thaw_and_freeze(shard: Shard) -> list[Any]:
 
 
 @under_strategies
-def test_bases_thaw_and_adapters_freeze_in_mid_run(strategies):
+def test_bases_can_be_unfrozen_and_adapters_frozen_between_steps(strategies):
     run_ranks(2, agree_with_plain, thaw_and_freeze, *strategies)
 
 
 def merge(shard: Shard) -> list[Any]:
-    """Merge adapters into their bases and initialize them again, as between two tasks."""
+    """Merge adapters into their bases and reinitialize the adapters, as between two tasks."""
     model = adapted(shard)
     left = learn(model)
     for block in list(model)[:3]:
@@ -220,7 +220,7 @@ def test_adapters_are_merged_into_their_bases():
     run_ranks(2, agree_with_plain, merge, "ddp", "zero1", "zero3")
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- communication ----------------------------------------------------------------------------------------------------
 
 
 TRAFFIC = ("all_gather", "reduce_scatter")
@@ -228,8 +228,8 @@ TRAFFIC = ("all_gather", "reduce_scatter")
 
 @pytest.mark.parametrize("base", ["float32", "int8", "e4m3", "masked"])
 @on_ranks(2)
-def test_a_frozen_base_sends_no_gradient_and_travels_in_its_own_dtype(base):
-    """A step's bytes for a block, against those of what it is made of."""
+def test_frozen_base_is_gathered_in_its_own_dtype_without_reduction(base):
+    """Compare the bytes that a block sends in a step with the bytes of its parameters."""
     model = adapted(fully_shard, base)
     optimizer = momentum(model)
     for number in range(3):
@@ -237,7 +237,7 @@ def test_a_frozen_base_sends_no_gradient_and_travels_in_its_own_dtype(base):
     with recording() as record:
         model(inputs(3)).square().mean().backward()
     params = list(model[1].parameters())
-    room = 16 * len(params)  # what alignment may cost
+    room = 16 * len(params)  # allowance for alignment
     half = sum(param.numel() * param.dtype.itemsize for param in params) // 2
     half_of_trained = sum(param.numel() * param.dtype.itemsize for param in params if param.requires_grad) // 2
     sent = {name: [e.sent_bytes for e in record.collectives(name) if e.origin.unit == "1"] for name in TRAFFIC}
@@ -247,11 +247,11 @@ def test_a_frozen_base_sends_no_gradient_and_travels_in_its_own_dtype(base):
     assert all(param.grad is None for param in model.parameters() if not param.requires_grad)
 
 
-# -- ignored ----------------------------------------------------------------------------------------------------------
+# -- ignored parameters -----------------------------------------------------------------------------------------------
 
 
 def learn_with_some_ignored(base: str, ignores: Callable[[str], bool], shard: Shard) -> list[Any]:
-    """Ignored parameters stay what they are: plain, whole, and each rank's own."""
+    """Train with ignored parameters, and check that they are not `DTensor`s: they stay plain and local to each rank."""
     model = adapted(leave, base)
     ignored = [param for name, param in model.named_parameters() if ignores(name)]
     for block in list(model)[:3]:
@@ -278,11 +278,11 @@ def is_in_last_block(name: str) -> bool:
 
 @under_strategies
 @pytest.mark.parametrize(("base", "ignores"), [("e4m3", is_base), ("float32", is_adapter), ("int8", is_in_last_block)])
-def test_what_is_ignored_stays_whole_and_learns_its_own_gradients(base, ignores, strategies):
+def test_ignored_parameters_stay_plain_and_use_local_gradients(base, ignores, strategies):
     run_ranks(2, agree_with_plain, partial(learn_with_some_ignored, base, ignores), *strategies)
 
 
-# -- whole again ------------------------------------------------------------------------------------------------------
+# -- full values ------------------------------------------------------------------------------------------------------
 
 
 def own_parameters(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -291,7 +291,7 @@ def own_parameters(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tens
 
 @pytest.mark.parametrize("base", ["int8", "e4m3", "masked"])
 @on_ranks(2)
-def test_weights_of_any_dtype_are_reported_summoned_and_loaded(base):
+def test_weights_of_any_dtype_support_summon_and_state_dict(base):
     expected = adapted(leave, base).state_dict()
     wrapper = FullyShardedDataParallel(adapted(leave, base), sync_module_states=True)
     assert_same(dict(wrapper.state_dict()), dict(expected))

@@ -1,4 +1,4 @@
-"""Low-precision weights and states of torchao and bitsandbytes: the numbers of one process, at their own bytes."""
+"""Low-precision weights and optimizer states of torchao and bitsandbytes: same results as one process, same size."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def inputs(step: int) -> Tensor:
 def learn(
     model: Any, optimizer: torch.optim.Optimizer | None = None, after: Callable[[Any], Any] = lambda _: None
 ) -> list[Tensor]:
-    """Return the losses of some steps; `after(model)` is called behind each."""
+    """Return the losses of `STEPS` steps. Call `after(model)` after each step."""
     optimizer = optimizer or torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     losses = []
     for step in range(STEPS):
@@ -83,7 +83,7 @@ def float8_model(hidden: int = HIDDEN) -> nn.Sequential:
 @pytest.mark.slow
 @needs("torchao")
 @on_ranks(2)
-def test_torchao_float8_trains_the_bits_of_one_process():
+def test_torchao_float8_training_matches_single_process_bitwise():
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp as scale_ahead
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
@@ -110,7 +110,7 @@ def test_torchao_float8_trains_the_bits_of_one_process():
     with recording() as record:
         model(inputs(0).bfloat16())
     sent = [event.sent_bytes for event in record.collectives("all_gather") if event.origin.unit == "0"]
-    assert sent == [WIDTH * HIDDEN // 2]  # to the one other rank: half of a matrix, a byte an element
+    assert sent == [WIDTH * HIDDEN // 2]  # to the other rank: half of a matrix, one byte per element
 
 
 # -- 4-bit bases ------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def four_bit(into: int, out: int, storage: torch.dtype = torch.uint8) -> nn.Modu
     layer = bitsandbytes.nn.Linear4bit(
         into, out, bias=False, compute_dtype=torch.float32, quant_type="nf4", quant_storage=storage
     )
-    return layer.to("cpu")  # which quantizes
+    return layer.to("cpu")  # moving the layer quantizes it
 
 
 def adapted(base: Callable[[int, int], nn.Module]) -> nn.Sequential:
@@ -159,7 +159,7 @@ def adapted(base: Callable[[int, int], nn.Module]) -> nn.Sequential:
 
 
 def learn_on(base: Callable[[int, int], nn.Module]) -> Any:
-    """Return the results of a second run of steps on one process."""
+    """Return the losses of a second run of `STEPS` steps in one process."""
     model = adapted(base)
     learn(model)
     return learn(model)
@@ -167,14 +167,14 @@ def learn_on(base: Callable[[int, int], nn.Module]) -> Any:
 
 @pytest.mark.parametrize("name", [pytest.param(item, marks=needs(item)) for item in ("torchao", "bitsandbytes")])
 @on_ranks(2)
-def test_adapters_on_4_bit_bases_learn_the_bits_of_one_process(name):
+def test_adapters_on_4_bit_bases_match_single_process_bitwise(name):
     bases = {"torchao": [NF4], "bitsandbytes": [four_bit, partial(four_bit, storage=torch.bfloat16)]}[name]
     for base in bases:
         expected = learn(adapted(base))
         for strategy in ("zero3", "zero2", "ddp"):
             model = shard_each(adapted(base), partial(fully_shard, strategy=strategy))
             assert_same(learn(model), expected, name=f"{base} {strategy}")
-            with summon_full_params(model):  # which writes back, and so leaves codes as they are
+            with summon_full_params(model):  # writes values back, which must not change the codes
                 kinds = {type(module.weight).__name__ for module in model.modules() if hasattr(module, "weight")}
             assert kinds == {"NF4Tensor" if base is NF4 else "Params4bit"}
             assert_same(learn(model), learn_on(base))
@@ -183,8 +183,8 @@ def test_adapters_on_4_bit_bases_learn_the_bits_of_one_process(name):
         with recording() as record:
             model(inputs(0))
         sent = [event.sent_bytes for event in record.collectives("all_gather") if event.origin.unit == "0"]
-        bits = WIDTH * HIDDEN // 2 // 2  # half a byte an element, of half of the matrix
-        scales = 2 * WIDTH * HIDDEN // 64 if base is NF4 else 0  # of NF4 they are cut, too; else whole on all ranks
+        bits = WIDTH * HIDDEN // 2 // 2  # half a byte per element, for half of the matrix
+        scales = 2 * WIDTH * HIDDEN // 64 if base is NF4 else 0  # NF4 shards its scales, bitsandbytes replicates them
         assert any(bits <= nbytes <= bits + scales for nbytes in sent), sent
 
 
@@ -198,7 +198,7 @@ def cannot_be_cut() -> str:
 
 
 @needs("torchao")
-def test_nf4_is_cut_where_its_blocks_allow():
+def test_nf4_weight_with_indivisible_blocks_is_rejected():
     for stated in run_ranks(3, cannot_be_cut):
         assert (
             "0.base.weight is a NF4Tensor of shape (256, 128), which cannot be sharded by rows over 3 ranks" in stated
@@ -252,7 +252,7 @@ def int8_rounded(weight: Tensor) -> Tensor:
 
 
 def mxfp8(weight: Tensor) -> Tensor:
-    """Emulate the kernels by torchao's own functions."""
+    """Emulate the kernels with torchao's own functions."""
     from torchao.prototype.moe_training import config
     from torchao.prototype.moe_training.tensor import MXFP8TrainingWeightWrapperTensor as Weight
 
@@ -280,7 +280,7 @@ def learn_converted(model: Any) -> list[Tensor]:
 
 @needs("torchao")
 @on_ranks(2)
-def test_torchao_int8_and_mxfp8_weights_train_the_bits_of_one_process():
+def test_torchao_int8_and_mxfp8_training_matches_single_process_bitwise():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with torch.compiler.set_stance("force_eager"):
         for convert in (int8_mixed, mxfp8, int8_rounded):
@@ -289,15 +289,15 @@ def test_torchao_int8_and_mxfp8_weights_train_the_bits_of_one_process():
                 model = shard_each(converted(convert), partial(fully_shard, strategy=strategy, mp_policy=policy))
                 with recording() as record:
                     losses = learn_converted(model)
-                if convert is int8_rounded:  # each rank draws its own numbers in a step
+                if convert is int8_rounded:  # each rank rounds with different random numbers
                     losses, expected = losses[:1], expected[:1]
                 assert_same(losses, expected, name=f"{convert} {strategy}")
             sent = {event.sent_bytes for event in record.collectives("all_gather") if event.origin.unit == "0"}
             numel = WIDTH * HIDDEN // 2
-            assert sent == {numel + HIDDEN if convert is int8_rounded else 2 * numel}  # a scale a row, in bfloat16
+            assert sent == {numel + HIDDEN if convert is int8_rounded else 2 * numel}  # one bfloat16 scale per row
 
 
-# -- bases in checkpoints ---------------------------------------------------------------------------------------------
+# -- quantized bases in checkpoints -----------------------------------------------------------------------------------
 
 
 def int8(into: int, out: int) -> nn.Module:
@@ -312,7 +312,7 @@ def encoded_bases(name: str) -> list[Callable[[int, int], nn.Module]]:
 
 
 def other_base(base: Callable[[int, int], nn.Module], into: int, out: int) -> nn.Module:
-    """One of the same form, with other values."""
+    """Return a base of the same form with other values."""
     with torch.random.fork_rng([]):
         torch.manual_seed(into)
         return base(into, out)
@@ -341,23 +341,23 @@ def load_bases(name: str, folder: Path, strategies: Sequence[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(item, marks=needs(item)) for item in ("torchao", "bitsandbytes")])
-def test_encoded_bases_are_saved_as_they_are_and_loaded_anywhere(name, tmp_path):
+def test_quantized_bases_load_from_checkpoint_at_any_world_size(name, tmp_path):
     run_ranks(2, save_bases, name, tmp_path)
     run_ranks(2, load_bases, name, tmp_path, ["ddp", "zero3"])
     run_ranks(4, load_bases, name, tmp_path, ["zero3"])
 
 
-# -- states in blocks -------------------------------------------------------------------------------------------------
+# -- block-quantized optimizer states ---------------------------------------------------------------------------------
 
 KINDS = {
     "bitsandbytes": ["AdamW8bit", "Lion8bit"],
     "torchao": ["AdamW8bit", "AdamW4bit", "AdamWFp8"],
 }
 SHAPES = {
-    "rows": (10, 1536),  # each whole blocks
-    "several": (15, 800),  # 8 rows are: two ranks cut so, three cannot
+    "rows": (10, 1536),  # each row consists of whole blocks
+    "several": (15, 800),  # 8 rows are whole blocks: two ranks can shard them, three cannot
     "odd": (100, 100),
-    "few": (2, 4096),  # the third rank has none
+    "few": (2, 4096),  # the third rank has no rows
     "one": (1, 8192),
     "vector": (8192,),
     "prime": (4097,),
@@ -381,7 +381,7 @@ def encoding(library: str, kind: str, params: Any) -> torch.optim.Optimizer:
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
-    """Steps whose gradients follow from their numbers."""
+    """Take steps with random gradients that are seeded with the number of the step."""
     for number in numbers:
         generator = torch.Generator().manual_seed(number)
         for param in model.parameters():
@@ -455,7 +455,7 @@ def step_in_blocks(library: str, kind: str, folder: Path, expected: list[Any], s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", [pytest.param(kind, marks=needs(kind)) for kind in KINDS])
-def test_states_in_blocks_are_those_of_one_process_on_any_number_of_ranks_and_are_saved(library, tmp_path):
+def test_block_quantized_states_match_single_process_and_resume_bitwise(library, tmp_path):
     for kind in KINDS[library]:
         folder = tmp_path / kind
         expected = alone_in_blocks(library, kind, folder)
@@ -466,8 +466,8 @@ def test_states_in_blocks_are_those_of_one_process_on_any_number_of_ranks_and_ar
 
 
 @on_ranks(2)
-def test_what_cannot_be_cut_into_blocks_is_whole_on_every_rank_and_learns_the_same():
-    """Train with the model's own gradients. Some are summed over ranks and unsharded on all of them."""
+def test_parameters_indivisible_into_blocks_are_replicated_and_match():
+    """Train with gradients of the model, some of which are summed over ranks and unsharded on every rank."""
 
     def model_of() -> nn.Sequential:
         torch.manual_seed(0)
@@ -486,7 +486,7 @@ def test_what_cannot_be_cut_into_blocks_is_whole_on_every_rank_and_learns_the_sa
     with recording() as record:
         learn(model)
     sent = [event.sent_bytes for event in record.collectives("all_gather") if event.origin.unit == "2"]
-    assert not sum(sent)  # every rank has all of it
+    assert not sum(sent)  # every rank has the whole parameter
 
 
 def round_at_random(folder: Path, strategy: str) -> list[Any]:
@@ -512,7 +512,7 @@ def round_at_random(folder: Path, strategy: str) -> list[Any]:
 
 @pytest.mark.slow
 @needs("torchao")
-def test_rounding_at_random_is_identical_on_all_replicas_and_goes_on_where_it_stopped(tmp_path):
+def test_stochastic_rounding_is_equal_on_all_ranks_and_resumes_bitwise(tmp_path):
     for strategy in ("zero3", "ddp"):
         first, *others = run_ranks(2, round_at_random, tmp_path, strategy)
         assert_same(others, [first] * len(others))
@@ -520,7 +520,7 @@ def test_rounding_at_random_is_identical_on_all_replicas_and_goes_on_where_it_st
 
 @needs("bitsandbytes")
 @on_ranks(2)
-def test_options_of_one_parameter_apply_to_its_shards():
+def test_bitsandbytes_overrides_of_parameter_apply_to_its_shards():
     from bitsandbytes.optim import GlobalOptimManager
 
     model, optimizer = fresh("bitsandbytes", "AdamW8bit")
@@ -537,7 +537,7 @@ def test_options_of_one_parameter_apply_to_its_shards():
 
 @needs("bitsandbytes")
 @on_ranks(2)
-def test_states_in_blocks_and_plain_ones_are_not_taken_for_one_another(tmp_path):
+def test_loading_block_quantized_states_as_plain_or_vice_versa_raises(tmp_path):
     model, optimizer = fresh("bitsandbytes", "AdamW8bit")
     take_steps(model, optimizer, range(1))
     save(tmp_path / "in-blocks", model=model, optimizer=optimizer, step=1)
@@ -558,12 +558,12 @@ def test_states_in_blocks_and_plain_ones_are_not_taken_for_one_another(tmp_path)
     assert "has the states of rows (bitsandbytes in 8 bits" in str(refused.value)
 
 
-# -- bytes ------------------------------------------------------------------------------------------------------------
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 @needs("torchao")
 @on_ranks(2)
-def test_bytes_are_counted_as_they_are():
+def test_ledger_counts_actual_bytes_of_low_precision_values():
     made = {"float8": float8_model, "int8": partial(adapted, int8), "NF4": partial(adapted, NF4)}
     for name, make in made.items():
         model = shard_each(make(), fully_shard)
@@ -571,7 +571,7 @@ def test_bytes_are_counted_as_they_are():
         learn(model, optimizer)
         measured = measure_ledger(model, optimizer, lambda model=model: model(inputs(0)).float().square().mean())
         predicted = predict_ledger(model, activations=measured.activations)
-        if name == "NF4":  # a table of 16 values and a mean are whole on every rank; half of them are counted
+        if name == "NF4":  # each rank has the whole table of 16 values and mean, but half of them are counted
             predicted = replace(predicted, parameters=predicted.parameters + 2 * (64 + 4) // 2)
         assert measured == predicted, name
 

@@ -24,7 +24,7 @@ WIDTH = 64
 
 
 class Scale(nn.Module):
-    """Has a buffer that is computed, one that a state dict has, and a parameter that starts at one."""
+    """Has a computed buffer, a persistent buffer, and a parameter that is initialized to one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ def tokens() -> Tensor:
 
 
 def values(model: nn.Module) -> dict[str, Tensor | None]:
-    """Parameters and all buffers, whole."""
+    """Return the full parameters and all buffers."""
     return gathered({**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())})
 
 
 def step(model: nn.Module) -> Tensor:
-    """One step of training: the loss."""
+    """Take one training step and return the loss."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     loss = model(tokens()).square().mean()
     loss.backward()
@@ -96,7 +96,7 @@ def step(model: nn.Module) -> Tensor:
     return loss.detach()
 
 
-# -- ways to values ---------------------------------------------------------------------------------------------------
+# -- initialization ---------------------------------------------------------------------------------------------------
 
 
 def wrap(policy: set[type[nn.Module]], **options: Any) -> FullyShardedDataParallel:
@@ -131,7 +131,7 @@ def shard_on_meta(strategy: str = "zero3", tied_separately: bool = False) -> Mod
 
 
 def unit_by_unit(sharding_strategy: str = "zero3", tied_separately: bool = False) -> nn.Module:
-    """`fully_shard`, memory for the shards, then one unit after another whole."""
+    """Call `fully_shard`, allocate the shards, then initialize one unsharded unit after another."""
     model = shard_on_meta(sharding_strategy, tied_separately).to_empty(device="cpu")
     for unit in units_in(model):
         with summon_full_params(unit.modules[0], recurse=False), torch.no_grad():
@@ -176,7 +176,7 @@ def clean(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_values_are_the_same_at_every_world_size_and_under_every_strategy():
+def test_initial_values_match_at_every_world_size_and_strategy():
     """With the same seed on every rank, each rank draws the full values and keeps its shard."""
     [expected] = run_ranks(1, draw_values, ONE_AXIS)
     for name in ("by itself", "unit by unit"):
@@ -191,14 +191,14 @@ def test_values_are_the_same_at_every_world_size_and_under_every_strategy():
         assert_same(state["blocks.2.scale.gain"], torch.ones(WIDTH))
         assert_same(state["blocks.2.scale.table"], torch.arange(float(WIDTH)))
         assert 0 < state["head.bias"].abs().max() < 0.5
-        assert state["embedding.weight"].std() > 0.9 or "unit" in name  # the first module's own values, if tied
+        assert state["embedding.weight"].std() > 0.9 or "unit" in name  # tied weights keep the first module's values
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
 def most_bytes(build: Callable[[], nn.Module]) -> tuple[int, int, int]:
-    """The peak bytes held while a model is built; those of its shards and buffers; those of its largest unit, whole."""
+    """Return the peak bytes while a model is built, those of its shards and buffers, and those of its largest unit."""
     model, peak = peak_during(build)
     stored = storage_bytes((*model.parameters(), *model.buffers()))
     whole = [sum(4 * param.layout.spec.numel for param in unit.params) for unit in units_in(model)]
@@ -211,15 +211,15 @@ def load(state: dict[str, Tensor], assign: bool) -> nn.Module:
         model.to_empty(device="cpu")
     model.load_state_dict(state, assign=assign)
     for name, buffer in list(model.named_buffers()):
-        if buffer.is_meta:  # which no state dict has
+        if buffer.is_meta:  # not part of the state dict
             model.get_submodule(name.rpartition(".")[0]).register_buffer("table", torch.arange(64.0), persistent=False)
     return model
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks("world")
-def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(tmp_path, world):
-    """Counted after every operation, in every way of giving values; what is loaded from a mapped file is not held."""
+def test_peak_memory_of_initialization_is_shards_plus_one_unit(tmp_path, world):
+    """Memory is counted after every operation, for every way of initialization. Memory-mapped files do not count."""
     total = sum(param.nbytes for param in Model().parameters())
     path = str(tmp_path / "model.pt")
     if dist.get_rank() == 0:
@@ -232,15 +232,15 @@ def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(tmp_path, world):
     found["assigned"] = most_bytes(partial(load, mapped, True))
     for name, (peak, stored, unit) in found.items():
         assert 0.9 * total / world < stored < 1.1 * total / world + 4096
-        assert peak <= stored + unit + 4096, name  # padding, and what is made of no parameter
+        assert peak <= stored + unit + 4096, name  # padding, and tensors that belong to no parameter
 
 
-# -- other beginnings -------------------------------------------------------------------------------------------------
+# -- other ways to initialize -----------------------------------------------------------------------------------------
 
 
 @on_ranks(3)
-def test_one_rank_may_build_the_model_and_send_it():
-    """Only the first rank has values; the others give memory, and receive them."""
+def test_sync_module_states_broadcasts_model_built_on_rank_0():
+    """Only rank 0 has values. The other ranks allocate memory and receive the values."""
     torch.manual_seed(0)
     expected = Model()
     torch.manual_seed(dist.get_rank())
@@ -261,14 +261,14 @@ def test_one_rank_may_build_the_model_and_send_it():
 
 
 @on_ranks(2)
-def test_memory_may_be_allocated_module_by_module():
-    """Module by module, whether it is a unit or a part of one; then values from a state dict."""
+def test_to_empty_can_be_called_module_by_module():
+    """Call `to_empty` on every module, whether it is a unit or part of one, then load a state dict."""
     for strategy in ONE_AXIS:
         model, plain = shard_on_meta(strategy), Model()
         for module in model.modules():
             module.to_empty(device="cpu", recurse=False)
         for block in model.blocks:
-            block.scale.table.copy_(torch.arange(WIDTH))  # which no state dict has
+            block.scale.table.copy_(torch.arange(WIDTH))  # not part of the state dict
         model.load_state_dict(plain.state_dict())
         for _ in range(2):
             assert_same(step(model), step(plain), name=strategy)
@@ -289,7 +289,7 @@ class Cached(nn.Module):
 
 
 @on_ranks(2)
-def test_what_has_values_keeps_them():
+def test_materialization_keeps_existing_values():
     with torch.device("meta"):
         module = Cached()
     ignored = module.ignored
@@ -300,7 +300,7 @@ def test_what_has_values_keeps_them():
 
 
 @on_ranks(2)
-def test_a_forward_without_values_is_refused():
+def test_forward_with_parameters_on_meta_device_raises():
     model = shard_on_meta()
     refused = pytest.raises(StateError, match=r"parameters are still on the meta device.*to_empty.*param_init_fn")
     with recording() as record, refused:
@@ -315,8 +315,8 @@ def test_a_forward_without_values_is_refused():
 
 
 @on_ranks(1)
-def test_recurrent_layers_are_initialized():
-    """Such a layer refers weakly to its weights, and torch does not swap tensors that are referred to so."""
+def test_recurrent_layers_are_materialized_from_meta_device():
+    """A recurrent layer has weak references to its weights, and torch does not swap tensors with weak references."""
     torch.manual_seed(0)
     plain = nn.GRU(3, 4)
 
@@ -341,7 +341,7 @@ def test_recurrent_layers_are_initialized():
 
 
 @on_ranks(1)
-def test_recurrent_layers_never_move_their_weights():
+def test_recurrent_units_do_not_flatten_parameters():
     """On a GPU, a layer that finds new weights would move them to a buffer that no all-gather writes to."""
     moved = []
     with mock.patch.object(nn.RNNBase, "flatten_parameters", lambda layer: moved.append(layer)):
@@ -362,7 +362,7 @@ class Mute(nn.Module):
 
 
 @on_ranks(2)
-def test_what_cannot_be_initialized_is_named():
+def test_error_names_module_that_cannot_be_initialized():
     with recording() as record:
         with torch.device("meta"):
             mute, left = nn.Sequential(Mute()), nn.Sequential(nn.Linear(4, 4))
@@ -372,5 +372,5 @@ def test_what_cannot_be_initialized_is_named():
             FullyShardedDataParallel(mute)
         with pytest.raises(ConfigError, match=r"param_init_fn left 'weight' of 0 on the meta device\. It must call"):
             FullyShardedDataParallel(left, param_init_fn=lambda module: None)
-        assert left[0].weight.is_meta  # as it was
+        assert left[0].weight.is_meta  # unchanged
     assert record.names() == []

@@ -1,4 +1,4 @@
-"""Meshes of any shape: axes by name, several of them flattened, together with those of other parallelisms."""
+"""Device meshes of any shape: dimensions selected by name, flattened dimensions, and other parallelisms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fullshard.testing import assert_same
 
 
 def trained(model: nn.Module, place: int, *, steps: int = 3) -> list[Any]:
-    """Losses, gradients and values of some steps; the rank has the rows of `place` of 4."""
+    """Return the losses, gradients and parameters of some steps. The rank trains on chunk `place` of 4."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     found: list[Any] = []
     for step in range(steps):
@@ -43,8 +43,8 @@ def by_name(mesh: DeviceMesh, shard: Any = None, replicate: Any = None, **option
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_axes_by_name_are_those_of_a_mesh_of_them():
-    """Plain parameters: whichever axes are named, they are sharded as over a mesh that has those axes only."""
+def test_mesh_dims_by_name_match_mesh_with_only_those_dims_bitwise():
+    """Plain parameters are sharded over the named dimensions as over a mesh that has only those dimensions."""
     rank = dist.get_rank()
     flat, hybrid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
     full = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
@@ -84,8 +84,8 @@ def batch_of(step: int) -> Tensor:
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_tensor_parallelism_with_axes_by_name_equals_that_with_a_slice():
-    """Compare tensor parallelism on a separate axis, with the data axes given by name and as a slice."""
+def test_tensor_parallelism_with_named_dims_matches_mesh_slice_bitwise():
+    """Compare data-parallel dimensions given by name with a mesh slice. Tensor parallelism is on another dimension."""
     full = init_device_mesh("cpu", (1, 2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
     sliced = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ways = {
@@ -109,7 +109,7 @@ def test_tensor_parallelism_with_axes_by_name_equals_that_with_a_slice():
 
 
 def on_all_axes(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Every parameter as a `DTensor` on all axes of `mesh`: cut over `tp`, whole on the others."""
+    """Make every parameter a `DTensor` on all dimensions of `mesh`: sharded over `tp`, replicated over the others."""
     cuts = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
     for name, param in list(model.named_parameters()):
         owner, _, own = name.rpartition(".")
@@ -129,8 +129,8 @@ def on_all_axes(model: nn.Module, mesh: DeviceMesh) -> None:
     ],
 )
 @on_ranks(4)
-def test_parameters_may_be_placed_on_all_axes(names, shape, axes):
-    """Train a model with all tensors as `DTensor`s on one mesh: its loss is already the mean over all sequences."""
+def test_fully_shard_accepts_dtensors_on_all_mesh_dims(names, shape, axes):
+    """All tensors are `DTensor`s on one mesh, so the loss is already the mean over all sequences."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     replicate = "dp_replicate" if "dp_replicate" in names else None
     data = [Replicate() if name == "tp" else Shard(0) for name in names]
@@ -162,17 +162,17 @@ def test_parameters_may_be_placed_on_all_axes(names, shape, axes):
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
-# -- hooks on sums ----------------------------------------------------------------------------------------------------
+# -- all-reduce hooks -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_a_hook_is_called_with_the_sums_and_may_change_them():
-    """Twice the gradients where a hook doubles the sums; as many calls as there are parameter groups and syncs."""
+def test_all_reduce_hook_can_modify_reduced_gradients():
+    """A hook that doubles the sums doubles the gradients. It is called once per parameter group and gradient sync."""
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for options in ({}, {"strategy": "zero1"}, {"strategy": "ddp"}, {"mesh": hybrid, "strategy": "hsdp"}):
         plain, model = (chain(partial(fully_shard, **options)) for _ in range(2))
-        runtime_of(model)  # which names the units
+        runtime_of(model)  # this names the units
         called: dict[str, list[tuple[int, torch.dtype]]] = {}
         for unit in units_in(model):
 
@@ -184,12 +184,12 @@ def test_a_hook_is_called_with_the_sums_and_may_change_them():
         for item in (plain, model):
             with item.no_sync():
                 item(inputs(dist.get_rank())).square().mean().backward()
-            if options.get("strategy") == "hsdp":  # the second sums, and the hook, come later
+            if options.get("strategy") == "hsdp":  # the all-reduce and the hook are deferred
                 item.set_requires_all_reduce(False)
                 item(inputs(dist.get_rank())).square().mean().backward()
                 item.set_requires_all_reduce(True)
         assert not any(called.values())
-        for _ in range(2):  # the second adds to gradients that are there
+        for _ in range(2):  # the second backward accumulates into existing gradients
             for element in (plain, model):
                 element(inputs(dist.get_rank())).square().mean().backward()
         doubled = [2 * whole(param.grad) for param in plain.parameters()]
@@ -200,7 +200,7 @@ def test_a_hook_is_called_with_the_sums_and_may_change_them():
 
 
 @on_ranks(2)
-def test_an_exception_in_a_hook_ends_the_backward_and_no_more():
+def test_exception_in_all_reduce_hook_does_not_break_later_backward():
     model = chain(fully_shard)
 
     def fail(sums: Tensor) -> None:
@@ -218,7 +218,7 @@ def test_an_exception_in_a_hook_ends_the_backward_and_no_more():
 
 
 @on_ranks(2)
-def test_replicate_is_ddp():
+def test_replicate_matches_ddp_strategy_bitwise():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     found = []
     for shard in (
@@ -235,9 +235,9 @@ def test_replicate_is_ddp():
 
 
 def train_in_threads() -> list[Any]:
-    """Train two models over separate groups. Each rank starts the first collective of another model first."""
+    """Train two models over separate process groups. Each rank starts with a collective of a different model."""
     groups = [dist.new_group(range(2), backend="gloo") for _ in range(2)]
-    # Named, or torch takes them for the same mesh.
+    # Without names, torch treats both as the same mesh.
     meshes = [
         DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,)) for group, name in zip(groups, "ab", strict=True)
     ]
@@ -251,7 +251,7 @@ def train_in_threads() -> list[Any]:
     threads = [Thread(target=train, args=(number,), daemon=True) for number in range(2)]
     threads[first].start()
     while not any(str(task).startswith("meeting of the ranks") for task in here.waits()):
-        time.sleep(0.001)  # the other rank comes to this collective once both of its threads run
+        time.sleep(0.001)  # the other rank reaches this collective once both of its threads run
     threads[1 - first].start()
     for thread in threads:
         thread.join(timeout=20)

@@ -1,4 +1,4 @@
-"""Parameters with separate messages: few if device queues run collectives, and without influence on numbers."""
+"""Parameters with separate messages: few if device queues run collectives, and no influence on results."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -42,15 +42,15 @@ def on_a_queue(rule: MessageRule = FEW) -> Iterator[None]:
         yield
 
 
-def test_the_rule_is_that_of_the_mesh_s_devices():
-    """It is therefore the same on all ranks, on whatever devices their values are."""
+def test_message_rule_depends_on_device_type_of_mesh():
+    """The rule is therefore the same on all ranks, whichever devices hold their values."""
     rules = {kind: message_rule(Axes(SimpleNamespace(device_type=kind))) for kind in ("cpu", "cuda", "xpu")}
     assert rules == {"cpu": PAIRWISE, "cuda": ON_A_QUEUE, "xpu": ON_A_QUEUE}
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (2, "zero1"), (3, "zero3"), (4, GROUPED)])
 @on_ranks("world")
-def test_what_travels_in_place_is_no_matter_of_numbers(world, strategy):
+def test_message_rule_does_not_change_training_results(world, strategy):
     traces, in_place = [], []
     for context in (nullcontext(), on_a_queue()):
         with context:
@@ -65,7 +65,7 @@ def test_what_travels_in_place_is_no_matter_of_numbers(world, strategy):
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @on_ranks(2)
-def test_the_ledger_s_formula_is_what_is_measured_on_a_queue(strategy):
+def test_predicted_ledger_matches_measured_ledger_on_device_queue(strategy):
     with on_a_queue():
         model = chain(partial(fully_shard, strategy=strategy))
         optimizer = adamw(model)
@@ -78,7 +78,7 @@ def test_the_ledger_s_formula_is_what_is_measured_on_a_queue(strategy):
 
 
 @on_ranks(2)
-def test_all_parameters_of_a_unit_start_where_kernels_like_it():
+def test_unsharded_parameters_are_aligned_to_256_bytes():
     module = nn.Module()
     for number, (size, dtype) in enumerate([(5, torch.float32), (7, torch.float64), (9, torch.float32)] * 2):
         module.register_parameter(f"p{number}", nn.Parameter(torch.zeros(size, dtype=dtype)))
@@ -105,7 +105,7 @@ class Experts(nn.Module):
 
 
 def step_of_experts(world: int, rule: MessageRule) -> dict[str, int]:
-    """How many tensors a collective of each kind moves at most, in a unit of 100 experts, before and after a cast."""
+    """Return the most tensors per collective of each kind, in a unit of 100 experts before and after a cast."""
     in_fake_world(world)
     with on_a_queue(rule):
         model = fully_shard(Experts(100))
@@ -121,7 +121,7 @@ def step_of_experts(world: int, rule: MessageRule) -> dict[str, int]:
 
 @pytest.mark.parametrize("world", [2, 64])
 @pytest.mark.parametrize(("most", "always_from_nbytes", "tensors"), [(3, 1 << 20, 4), (0, 1 << 16, 2), (3, 0, 102)])
-def test_a_unit_of_many_experts_is_a_few_messages_unless_copies_cost_more(world, most, always_from_nbytes, tensors):
-    """Plus one message for the pack, whatever it contains."""
+def test_unit_with_many_experts_sends_number_of_messages_set_by_rule(world, most, always_from_nbytes, tensors):
+    """`tensors` includes one message for the pack, whatever it contains."""
     rule = MessageRule(least_nbytes=1 << 12, most=most, always_from_nbytes=always_from_nbytes)
     assert run_ranks(1, step_of_experts, world, rule) == [{"all_gather": tensors, "reduce_scatter": tensors}]

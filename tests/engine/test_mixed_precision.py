@@ -1,4 +1,4 @@
-"""Mixed precision: unchanged masters, low-precision compute and communication, sums in the requested dtype."""
+"""Mixed precision: float32 master parameters, low-precision compute and communication, sums in the requested dtype."""
 
 import copy
 import random
@@ -35,7 +35,10 @@ def batch(step: int) -> Tensor:
 
 
 def by_hand(compute: torch.dtype, reduce: torch.dtype) -> list[Any]:
-    """Masters in float32, cast for each step; gradients cast, summed in rank order, divided once, cast back."""
+    """Train with manual casts: of float32 master parameters before each step, and of gradients.
+
+    Gradients are cast to `reduce`, summed in rank order, divided once and cast back.
+    """
     plain, low = chain(leave), chain(leave).to(compute)
     optimizer, left = sgd(plain), []
     for step in range(STEPS):
@@ -72,7 +75,7 @@ def learn(model: Any) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("compute", "reduce"), [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, BF16)])
 @on_ranks(2)
-def test_every_strategy_has_the_bits_of_masters_cast_by_hand(compute, reduce):
+def test_mixed_precision_matches_manual_casts_bitwise(compute, reduce):
     expected = by_hand(compute, reduce)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     for strategy in ONE_AXIS:
@@ -87,8 +90,8 @@ def test_every_strategy_has_the_bits_of_masters_cast_by_hand(compute, reduce):
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, None), (3, None), (4, 2)])
 @on_ranks("ranks")
-def test_a_mean_that_float16_can_hold_is_computed_in_float16(ranks, size):
-    """40000 is a number in float16, and twice that is not."""
+def test_float16_reduction_does_not_overflow_if_mean_is_representable(ranks, size):
+    """float16 can represent 40000, but not twice that."""
     replicas, large = dist.get_world_size() // (size or 1), 40000.0
     mesh = init_device_mesh("cpu", (replicas, size), mesh_dim_names=("replicate", "shard")) if size else None
     for strategy in ("hsdp", "hsdp_zero2") if size else ONE_AXIS:
@@ -101,7 +104,7 @@ def test_a_mean_that_float16_can_hold_is_computed_in_float16(ranks, size):
 
 
 class Scaled(nn.Module):
-    """A layer that computes with parameters of any dtypes, of several sizes."""
+    """A layer with parameters of several sizes, which may have different dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +120,7 @@ class Scaled(nn.Module):
 
 
 def learn_with_some_kept(kept: set[str], shard: Any, reduce: torch.dtype | None) -> list[Any]:
-    """Train with the parameters `kept` in float32 and others in bfloat16; without a `shard`, with casts by hand."""
+    """Train with the parameters `kept` in float32 and others in bfloat16. Without `shard`, cast manually."""
     torch.manual_seed(0)
     model = nn.Sequential(Scaled(), Scaled())
     params = dict(model.named_parameters())
@@ -147,7 +150,7 @@ def learn_with_some_kept(kept: set[str], shard: Any, reduce: torch.dtype | None)
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_parameters_that_keep_their_dtype_are_as_cast_by_hand():
+def test_param_dtype_override_matches_manual_casts_bitwise():
     names, rng = list(dict(nn.Sequential(Scaled(), Scaled()).named_parameters())), random.Random(3)
     for strategy, reduce in product(ONE_AXIS, (None, FP32, BF16)):
         kept = {name for name in names if rng.random() < 0.5}
@@ -157,8 +160,8 @@ def test_parameters_that_keep_their_dtype_are_as_cast_by_hand():
 
 
 @on_ranks(2)
-def test_encoded_gathers_and_casts_of_the_model_leave_kept_parameters_exact():
-    """Also if gradients are summed in another dtype later, and if a module on the meta device is cast first."""
+def test_overridden_parameters_stay_exact_with_encoded_all_gather():
+    """Also if gradients are summed in another dtype later, and if the module is cast on the meta device first."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Scaled()
@@ -179,7 +182,7 @@ def test_encoded_gathers_and_casts_of_the_model_leave_kept_parameters_exact():
 
 
 @on_ranks(2)
-def test_ranks_that_keep_different_parameters_raise_an_error():
+def test_different_param_dtype_overrides_across_ranks_raise():
     first = dist.get_rank() == 0
     policy = MixedPrecisionPolicy(
         BF16, param_dtype_override_fn=lambda param: FP32 if first and param.dim() == 1 else None
@@ -190,7 +193,7 @@ def test_ranks_that_keep_different_parameters_raise_an_error():
 
 
 class Looking(nn.Module):
-    """Records dtypes of inputs."""
+    """Records the dtypes of inputs, weight and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +215,7 @@ def look(shard: Any) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
 
 
 @on_ranks(1)
-def test_inputs_outputs_and_buffers_are_cast_as_the_policy_states_and_integers_never():
+def test_policy_casts_floating_point_inputs_outputs_and_buffers_only():
     bf16 = partial(MixedPrecisionPolicy, param_dtype=BF16)
     visited, given = look(partial(fully_shard, mp_policy=bf16()))
     assert (visited["weight"], visited["x"], visited["scale"], visited["mask"]) == (BF16, BF16, BF16, torch.bool)
@@ -263,7 +266,7 @@ def test_a_unit_may_have_parameters_of_several_dtypes():
 
 
 @on_ranks(2)
-def test_the_gather_is_in_the_dtype_of_compute_and_the_reduction_in_its_own():
+def test_all_gather_uses_param_dtype_and_reduction_uses_reduce_dtype():
     sent = []
     for dtype in (None, BF16):
         model = nn.Sequential(nn.Linear(256, 256, bias=False))
@@ -277,7 +280,7 @@ def test_the_gather_is_in_the_dtype_of_compute_and_the_reduction_in_its_own():
 
 
 def learn_in_wider_gradients(reduce: torch.dtype | None, shard: Any) -> list[Any]:
-    """Train with two microbatches per step and float32 gradients of matrices, which compute in bfloat16."""
+    """Train with two microbatches per step. Matrices compute in bfloat16 and have float32 gradients."""
     model = chain(leave).to(BF16)
     for param in model.parameters():
         if param.ndim > 1:
@@ -297,7 +300,7 @@ def learn_in_wider_gradients(reduce: torch.dtype | None, shard: Any) -> list[Any
         for param in model.parameters():
             assert param.grad is not None
             assert param.grad.dtype == param.grad_dtype == (FP32 if param.ndim > 1 else BF16)
-            if shard is leave and reduce is not None:  # what is sent is rounded
+            if shard is leave and reduce is not None:  # communicated gradients are rounded
                 param.grad = param.grad.to(reduce).to(param.grad.dtype)
         left += [loss.detach(), whole_grads(model)]
         optimizer.step()
@@ -309,7 +312,7 @@ def learn_in_wider_gradients(reduce: torch.dtype | None, shard: Any) -> list[Any
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_gradients_have_the_requested_dtype_of_parameters():
+def test_gradients_have_grad_dtype_of_parameters():
     for reduce in (None, BF16):
         expected = learn_in_wider_gradients(reduce, leave)
         for strategy in ONE_AXIS:

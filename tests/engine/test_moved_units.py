@@ -1,5 +1,5 @@
-"""Units with modules that are moved or cast between steps: they keep their values, encodings and history.
-So do units that other libraries put their wrappers around.
+"""Units whose modules are moved or cast between steps keep their values, encodings and history.
+Units inside wrappers of other libraries do too.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from fullshard.testing import assert_same
 def cast_between_transports(
     strategy: str, first: torch.dtype, then: torch.dtype, policy: MixedPrecisionPolicy
 ) -> list[int]:
-    """Return bytes that this rank sends in a step after a cast, and in one of a model that was always of that dtype."""
+    """Return the bytes that this rank sends in a step after a cast, and in a step of a model always of that dtype."""
     sent = []
     for dtypes in ((first, then), (then,)):
         model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy)).to(dtypes[0])
@@ -43,7 +43,7 @@ def cast_between_transports(
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
-def test_a_cast_changes_what_is_encoded_as_the_policy_states(strategy, dtypes):
+def test_cast_updates_encodings_as_policy_specifies(strategy, dtypes):
     """Float64 is never encoded. The layout alone does not determine the encodings of a parameter group."""
     policy = MixedPrecisionPolicy(gather_wire="int8", reduce_wire="int8")
     for cast, always in run_ranks(2, cast_between_transports, strategy, *dtypes, policy):
@@ -51,7 +51,7 @@ def test_a_cast_changes_what_is_encoded_as_the_policy_states(strategy, dtypes):
 
 
 @on_ranks(2)
-def test_a_move_between_backward_and_step_hides_no_step():
+def test_next_forward_detects_step_after_cast_between_backward_and_step():
     left = []
     for moves in (True, False):
         model = chain(partial(fully_shard, strategy="zero1"))
@@ -59,9 +59,9 @@ def test_a_move_between_backward_and_step_hides_no_step():
         if moves:
             model.to(torch.float64).to(torch.float32)
         with torch.no_grad():
-            model(inputs())  # an evaluation has the parameters gathered
+            model(inputs())  # an evaluation gathers the parameters
             for param in model.parameters():
-                param.to_local().numpy()[...] *= 1.5  # as fused optimizers do: no version counts it
+                param.to_local().numpy()[...] *= 1.5  # as fused optimizers do: the version counter does not change
             left.append([model(inputs())])
     moved, stayed = left
     assert_same(moved, stayed)
@@ -69,7 +69,7 @@ def test_a_move_between_backward_and_step_hides_no_step():
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 @on_ranks(2)
-def test_a_cast_keeps_gradients_that_wait_for_the_last_microbatch(strategy):
+def test_cast_keeps_unreduced_gradients_of_earlier_microbatches(strategy):
     grads = []
     for cast in (lambda model: None, nn.Module.double):
         model = chain(partial(fully_shard, strategy=strategy))
@@ -89,13 +89,13 @@ def cast_what_one_rank_has_nothing_of() -> list[str]:
     return [str(param_group.plan.contract) for unit in units_in(model) for param_group in unit.param_groups]
 
 
-def test_a_cast_reaches_ranks_that_have_no_rows():
+def test_cast_applies_on_ranks_with_empty_shards():
     first, second = run_ranks(2, cast_what_one_rank_has_nothing_of)
     assert first == second == ["stored bfloat16, computed and gathered bfloat16, reduced bfloat16"]
 
 
 @on_ranks(2)
-def test_shards_that_are_found_moved_in_an_evaluation_can_be_trained():
+def test_units_train_after_inference_mode_detects_replaced_shards():
     model = chain(fully_shard)
     model.layers[1].to(torch.float32)
     model(inputs()).sum().backward()
@@ -107,7 +107,7 @@ def test_shards_that_are_found_moved_in_an_evaluation_can_be_trained():
 
 
 @on_ranks(2)
-def test_what_is_kept_for_a_default_group_goes_with_it():
+def test_per_group_caches_are_cleared_when_default_process_group_changes():
     closed: list[str] = []
     local = Kept[str, str]("test", closed.append)
     local.get_or_make("a", lambda: "first")
@@ -128,7 +128,7 @@ def test_what_is_kept_for_a_default_group_goes_with_it():
 
 
 class Around(nn.Module):
-    """A wrapper of no library that is known here."""
+    """A wrapper that this library does not know."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -168,14 +168,14 @@ def refilled(model: nn.Module) -> None:
 
 
 def wrap_everywhere(model: nn.Module, wrapper: Callable[[nn.Module], Any]) -> nn.Module:
-    """Put wrappers around the layers of `model` and around itself."""
+    """Wrap each layer of `model` and `model` itself."""
     for name, layer in model.layers.named_children():
         setattr(model.layers, name, wrapper(layer))
     return wrapper(model)
 
 
 def wrap_inside(model: nn.Module, wrapper: Callable[[nn.Module], Any]) -> nn.Module:
-    """Put wrappers around all layers as torch does it: within `FullyShardedDataParallel`."""
+    """Wrap all layers inside `FullyShardedDataParallel`, as torch does."""
     apply_activation_checkpointing(
         model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Layer)
     )
@@ -198,7 +198,7 @@ def learn_after(change: Callable[[nn.Module], object], model: nn.Module) -> list
 
 
 def sharded_chain(shard: Shard) -> Any:
-    """Return a chain whose layers are units, by either interface."""
+    """Return a chain whose layers are units, sharded by either interface."""
     model = chain(leave)
     for name, layer in model.layers.named_children():
         setattr(model.layers, name, shard(layer))
@@ -207,7 +207,7 @@ def sharded_chain(shard: Shard) -> Any:
 
 @pytest.mark.slow
 @on_ranks(1)
-def test_units_in_wrappers_are_changed_like_plain_modules():
+def test_module_methods_on_wrapped_units_match_plain_modules():
     for name, change in CHANGES.items():
         expected = learn_after(change, chain(leave))
         for kind, wrapper in WRAPPERS.items():
@@ -219,7 +219,7 @@ def test_units_in_wrappers_are_changed_like_plain_modules():
 
 
 @on_ranks(2)
-def test_shared_memory_is_refused_with_the_remedy():
+def test_share_memory_raises_after_sharding():
     stated = []
     for model in (sharded_chain(fully_shard), Around(sharded_chain(FullyShardedDataParallel))):
         with pytest.raises(StateError) as caught:

@@ -1,4 +1,4 @@
-"""Muon over shards is Muon: the same bits wherever matrices are cut, each of them orthogonalized by one rank."""
+"""Muon on shards is bitwise equal to plain Muon for any sharding. One rank orthogonalizes each matrix."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def numbers(shape: Sequence[int], *seed: object, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the same for the same shape and seed, in every process."""
+    """Return random numbers that depend only on the shape and the seed, in every process."""
     generator = torch.Generator().manual_seed(crc32(repr((tuple(shape), seed)).encode()))
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
@@ -70,19 +70,19 @@ def names_of(options: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=names_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_on_plain_tensors_it_is_torch_s_muon_bit_for_bit(dtype, options):
-    """Parameters, momenta and options, by torch's own names: a state dict fits either."""
+def test_muon_on_plain_tensors_matches_torch_muon_bitwise(dtype, options):
+    """Parameters, momenta and options have torch's names, so that a state dict fits both optimizers."""
     assert_same(stepped(Muon, dtype, options), stepped(torch.optim.Muon, dtype, options))
 
 
-def test_bfloat16_parameters_agree_closely_with_torch_s():
+def test_muon_on_bfloat16_parameters_matches_torch_muon_within_rounding():
     """torch adds with a bfloat16 learning rate, and rounds by memory order. Sharding must not change the result."""
     own, peer = (stepped(kind, torch.bfloat16, {"lr": 0.02}) for kind in (Muon, torch.optim.Muon))
     assert_same(own[1], peer[1])
     torch.testing.assert_close(own[0], peer[0], rtol=2**-7, atol=2**-7)
 
 
-def test_a_bfloat16_momentum_stays_as_it_is_where_it_is_what_is_orthogonalized():
+def test_orthogonalization_does_not_modify_bfloat16_momentum():
     momenta = [
         [values["momentum_buffer"].float() for values in stepped(Muon, dtype, {"nesterov": False})[1]["state"].values()]
         for dtype in (torch.bfloat16, torch.float32)
@@ -91,7 +91,7 @@ def test_a_bfloat16_momentum_stays_as_it_is_where_it_is_what_is_orthogonalized()
 
 
 @given(rows=st.integers(1, 40), columns=st.integers(1, 40), seed=st.integers(0, 9))
-def test_singular_values_approach_one_and_singular_vectors_stay(rows, columns, seed):
+def test_orthogonalization_keeps_singular_vectors_and_drives_values_to_one(rows, columns, seed):
     matrix = numbers((rows, columns), seed, dtype=torch.float64)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     result = left.T @ orthogonalized(matrix, (3.4445, -4.7750, 2.0315), 10, 1e-7) @ right.T
@@ -100,7 +100,7 @@ def test_singular_values_approach_one_and_singular_vectors_stay(rows, columns, s
     assert ((clear > 0.6) & (clear < 1.3)).all()
 
 
-def test_a_closure_is_called_with_gradients_enabled():
+def test_muon_step_calls_closure_with_gradients_enabled():
     weight = nn.Parameter(torch.ones(2, 3))
     muon = Muon([weight])
 
@@ -114,7 +114,7 @@ def test_a_closure_is_called_with_gradients_enabled():
     assert (weight != 1).all()
 
 
-# -- who does what ----------------------------------------------------------------------------------------------------
+# -- division of work -------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -122,7 +122,7 @@ def test_a_closure_is_called_with_gradients_enabled():
     owners=st.integers(1, 3),
     limit=st.integers(0, 20),
 )
-def test_work_is_divided_evenly_and_into_batches_within_the_limit(work, owners, limit):
+def test_divide_balances_costs_and_limits_batch_sizes(work, owners, limit):
     costs, nbytes = [cost for cost, _ in work], [size for _, size in work]
     batches = divide(costs, nbytes, owners, limit)
     owner_of = {i: owner for batch in batches for owner, numbers in enumerate(batch) for i in numbers}
@@ -145,7 +145,7 @@ def test_work_is_divided_evenly_and_into_batches_within_the_limit(work, owners, 
 
 
 class Block(nn.Module):
-    """`up` and `down` travel in place at 1 to 4 ranks, `base` is frozen."""
+    """`up` and `down` are communicated in place on 1 to 4 ranks; `base` is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def wrapped(model: Net, **options: Any) -> nn.Module:
 
 
 def cases() -> dict[str, Callable[[Net], nn.Module]]:
-    """Return the ways to shard that this world is good for."""
+    """Return the shardings that this world size supports."""
     world = dist.get_world_size()
     found: dict[str, Callable[[Net], nn.Module]] = {
         one_item: partial(by_units, strategy=one_item) for one_item in ONE_AXIS
@@ -226,7 +226,7 @@ def muon_of(model: nn.Module, **options: Any) -> Muon:
 
 
 def follow(model: nn.Module) -> Recorder:
-    """Train `model` and a plain one with the same gradients. Return what the last step sent and did."""
+    """Train `model` and a plain model with the same gradients. Return the record of the last step."""
     plain = Net()
     both = [
         (muon_of(item), torch.optim.AdamW([p for p in item.parameters() if p.ndim == 1])) for item in (model, plain)
@@ -263,8 +263,8 @@ WORLDS = pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pyt
 
 @pytest.mark.slow
 @WORLDS
-def test_training_is_that_of_one_process_bit_for_bit(world):
-    """Given the same gradients: under every strategy, on one axis and two, with either front end."""
+def test_sharded_muon_matches_plain_muon_bitwise(world):
+    """With the same gradients, under every strategy, on 1D and 2D meshes, with either interface."""
     assert len(followed(world)) == world
 
 
@@ -317,8 +317,8 @@ ROUND = [(64, 32), (32, 64), (48, 48), (128, 16), (16, 16), (80, 16)]  # for 2 a
     ("placed", "world", "shapes"),
     [("ddp", 3, SHAPES), ("zero3", 3, SHAPES), ("ddp", 2, SHAPES), ("hsdp", 4, ROUND)],
 )
-def test_traffic_is_what_the_formulas_state(placed, world, shapes):
-    """Each rank sends its part to each owner once, in one message, and the owner each other rank's back."""
+def test_muon_traffic_matches_documented_formulas(placed, world, shapes):
+    """Each rank sends its shard to each owner in one message. The owner sends each other rank's shard back."""
     records = run_ranks(world, step_once, shapes, placed)
     known = {"N": 2 if placed == "hsdp" else world, "R": 2}
     expected = [0, 0]
@@ -338,8 +338,8 @@ def test_traffic_is_what_the_formulas_state(placed, world, shapes):
             assert len(leg) == (2 if placed == "hsdp" and legs is back else placed != "ddp" or legs is back)
 
 
-def test_ranks_of_a_mesh_of_two_axes_have_as_much_to_do():
-    """Replicas divide the work as the ranks of the shard axis do."""
+def test_hsdp_ranks_orthogonalize_equal_numbers_of_matrices():
+    """Replicas divide the work like the ranks of the shard dimension."""
     for record in run_ranks(4, step_once, [(32, 48)] * 12, "hsdp"):
         assert len(numbers_done(record)) == 3
 
@@ -350,7 +350,7 @@ MATRICES = 24
 
 
 def step_in_batches(placed: str) -> tuple[Recorder, list[int]]:
-    """One step in batches of a matrix a rank: what was done, and the most memory (bytes) of that and of one batch."""
+    """Step in batches of one matrix per rank. Return the record, and peak bytes of that and of a single batch."""
     results, peaks = [], []
     for limit in (MATRICES * MATRIX_NBYTES, MATRIX_NBYTES):
         fullshard.optim.muon.BATCH_NBYTES = limit
@@ -378,7 +378,7 @@ def in_batches() -> list[dict[str, tuple[Recorder, list[int]]]]:
     ("placed", "order"),
     [("ddp", "OX" * 12), ("zero3", "X" + "XOX" * 11 + "OX"), ("hsdp", "X" + "XOX" + "XOXX" * 10 + "OXX" + "X")],
 )
-def test_the_next_batch_and_the_last_travel_while_one_is_computed(placed, order):
+def test_muon_exchanges_overlap_orthogonalization_of_other_batches(placed, order):
     """X: an exchange begins, O: a matrix is orthogonalized."""
     for rank in in_batches():
         events = rank[placed][0].events
@@ -391,19 +391,19 @@ def test_the_next_batch_and_the_last_travel_while_one_is_computed(placed, order)
 
 
 @pytest.mark.parametrize(("placed", "batches", "held"), [("ddp", 3, 2), ("zero3", 3, 1.5), ("hsdp", 4, 2)])
-def test_memory_is_that_of_the_batches_under_way(placed, batches, held):
-    """For any number of matrices: a rank's shards, the buffers, and the memory of one orthogonalization."""
+def test_muon_peak_memory_is_bounded_by_batches_in_flight(placed, batches, held):
+    """For any number of matrices, the peak is shards, buffers and one orthogonalization."""
     for rank in in_batches():
         limited, unlimited = rank[placed][1]
         assert limited <= (batches * held + 6) * MATRIX_NBYTES
         assert unlimited >= held * MATRICES // 2 * MATRIX_NBYTES
 
 
-# -- what else may be among them --------------------------------------------------------------------------------------
+# -- mixed parameters -------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_groups_meshes_and_plain_matrices_may_be_mixed():
+def test_muon_steps_mixed_groups_meshes_and_plain_matrices():
     """Step sharded and plain matrices, on two meshes, in groups with different options, one of them added later."""
     for placed in PLACED.values():
         groups = [(sharded([(8, 6), (6, 8)], *placed), {"lr": 0.1}), (sharded([(9, 5)], Shard(1)), {"ns_steps": 2})]
@@ -438,7 +438,7 @@ def give_gradients(model: nn.Module, step: int) -> None:
 
 
 @on_ranks(2)
-def test_a_step_with_gradients_that_no_backward_made_is_detected_in_the_next_forward():
+def test_next_forward_sees_step_with_manually_set_gradients():
     """Unsharded parameters that are kept between steps are gathered again."""
     model, plain = by_units(Net(), strategy="zero1"), Net()
     with torch.no_grad():
@@ -470,8 +470,8 @@ def step_without(missing: Sequence[int | None]) -> str:
         ((9, -1), ["288 bytes", " 0 bytes, without parameter 0, parameter 1, parameter 2"]),
     ],
 )
-def test_ranks_with_gradients_of_different_parameters_get_an_error(missing, stated):
-    """All of them, with each one's side; no message of one arrives as another."""
+def test_muon_raises_on_every_rank_if_ranks_lack_different_gradients(missing, stated):
+    """Every rank raises, with the state of each rank. No message is taken for that of another parameter."""
     answers = run_fresh_ranks(2, step_without, missing)
     assert answers[0] == answers[1]
     for text in ("all_to_all of Muon", "in step", *stated):
@@ -488,13 +488,13 @@ def step_without_any() -> list[int]:
     return [event.sent_bytes for event in record.events]
 
 
-def test_a_step_without_gradients_sends_and_changes_nothing():
+def test_muon_step_without_gradients_sends_nothing_and_changes_nothing():
     assert all(set(sent) == {0} for sent in run_ranks(2, step_without_any))
 
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_the_example_runs():
+def test_documented_muon_example_runs():
     model = Net()
     known = {"model": model, "batch": numbers((4, 96)), "loss": lambda model, batch: model(batch).square().mean()}
     exec(code_blocks(section(page("docs/optimizers.md"), "Muon"), "python")[0], known)
@@ -509,7 +509,7 @@ def test_the_example_runs():
 
 
 def save(folder: str, strategy: str) -> dict[str, Any]:
-    """Leave weights and state after two steps, and give them and the weights after a third."""
+    """Save weights and state after two steps. Return them and the weights after a third step."""
     model = by_units(Net(), strategy=strategy)
     muon = muon_of(model)
     for step in range(2):
@@ -546,9 +546,7 @@ def load(folder: str, expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("saved_by", "strategy", "loaded_by"), [(2, "zero3", 3), pytest.param(3, "ddp", 1, marks=pytest.mark.slow)]
 )
-def test_a_step_after_loading_at_any_world_size_is_the_step_that_would_have_been(
-    tmp_path, saved_by, strategy, loaded_by
-):
+def test_muon_resumes_bitwise_equal_at_another_world_size(tmp_path, saved_by, strategy, loaded_by):
     expected = run_ranks(saved_by, save, str(tmp_path), strategy)[0]
     run_ranks(loaded_by, load, str(tmp_path), expected)
 
@@ -566,7 +564,7 @@ def in_large_world() -> Recorder:
 
 
 @pytest.mark.slow
-def test_rank_0_of_512_orthogonalizes_its_share():
+def test_rank_0_of_512_orthogonalizes_two_of_1024_matrices():
     """By the backend's all-to-all. The fake one receives as much as the buffers hold: every rank has two matrices."""
     record = run_ranks(1, in_large_world)[0]
     assert numbers_done(record) == [0, 512]

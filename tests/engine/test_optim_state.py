@@ -1,4 +1,4 @@
-"""State dicts of optimizers: by the user's own FQNs, whole or sharded, loaded wherever the parameters are."""
+"""State dicts of optimizers have the user's FQNs, are full or sharded, and load at any world size."""
 
 import copy
 import random
@@ -85,8 +85,8 @@ def whole_state(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks("world")
-def test_states_have_the_user_s_own_names_and_plain_values(world):
-    """For every optimizer, under every strategy, whole or sharded."""
+def test_optim_state_dicts_have_original_fqns_and_plain_values(world):
+    """For every optimizer, under every strategy, full or sharded."""
     for number, (name, make) in enumerate(OPTIMIZERS.items()):
         plain = small_gpt(blocks=1)
         reference = make(trained(plain))
@@ -128,7 +128,7 @@ def kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def resume_under_every_strategy(name: str) -> None:
-    """Whole or sharded, by what every rank has or only the first: the same losses as if nothing had happened."""
+    """Resume from full or sharded states, on all ranks or from the first: the losses equal uninterrupted training."""
     make = OPTIMIZERS[name]
     saved_by = "zero3" if name != "Adam" else "ddp"
     model, optimizer = fresh(make, shard, saved_by, small_gpt(blocks=1).state_dict())
@@ -154,8 +154,8 @@ def resume_under_every_strategy(name: str) -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_what_is_loaded_goes_on_with_the_same_losses():
-    """Bit for bit, for every optimizer, into every strategy; what was given stays as it is."""
+def test_training_resumes_bitwise_equal_from_optim_state_dict():
+    """Bitwise, for every optimizer, into every strategy. The given state dict is not modified."""
     for name in OPTIMIZERS:
         resume_under_every_strategy(name)
 
@@ -194,8 +194,8 @@ def load_state(folder: str, expected: dict[str, Any]) -> None:
     ("saved_by", "strategy", "loaded_by"),
     [(2, "zero3", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "ddp", 2), (3, "zero1", 1)))],
 )
-def test_states_are_loaded_at_any_world_size(tmp_path, saved_by, strategy, loaded_by):
-    """From one file that any rank may read, without communication, and from files of shards."""
+def test_optim_state_dicts_load_at_any_world_size(tmp_path, saved_by, strategy, loaded_by):
+    """From one file that every rank reads without communication, and from sharded files."""
     expected = run_ranks(saved_by, save_state, str(tmp_path), strategy)[0]
     run_ranks(loaded_by, load_state, str(tmp_path), expected)
 
@@ -208,7 +208,7 @@ def numbered(state: dict[str, Any]) -> dict[int, Any]:
 
 
 @on_ranks(2)
-def test_states_are_given_and_taken_as_configured():
+def test_optim_state_dict_configs_select_full_rank0_or_sharded_states():
     """By every method of the wrapper: unsharded on every rank, on the first only, sharded."""
     model, optimizer = fresh(OPTIMIZERS["Adam"], by_wrapper, "zero3", small_gpt(blocks=1).state_dict())
     learn(model, optimizer, range(1))
@@ -242,8 +242,8 @@ def test_states_are_given_and_taken_as_configured():
 
 
 @on_ranks(2)
-def test_options_follow_parameters_into_other_groups():
-    """Options belong to parameters: another division into groups takes each one's along."""
+def test_group_options_follow_parameters_into_other_param_groups():
+    """Options belong to parameters: they follow each parameter into other parameter groups."""
     weights = small_gpt(blocks=1).state_dict()
     for strategy in ("ddp", "zero3"):
         model, _ = fresh(torch.optim.SGD, shard, strategy, weights)
@@ -274,7 +274,7 @@ def test_options_follow_parameters_into_other_groups():
 
 
 @on_ranks(2)
-def test_an_optimizer_over_a_part_of_the_model_has_that_part_s_state():
+def test_optim_state_dict_covers_only_the_parameters_of_the_optimizer():
     """Check states of an optimizer over some parameters only. The others have a second optimizer, or none."""
     weights = small_gpt(blocks=1).state_dict()
     model, _ = fresh(torch.optim.SGD, shard, "zero3", weights)
@@ -296,7 +296,7 @@ def test_an_optimizer_over_a_part_of_the_model_has_that_part_s_state():
 
 
 @on_ranks(2)
-def test_parameters_without_state_stay_without():
+def test_loading_creates_no_state_for_parameters_without_state():
     """Parameters without a gradient so far have no state, and get none by loading."""
     weights = small_gpt(blocks=1).state_dict()
     model, optimizer = fresh(OPTIMIZERS["Adam"], shard, "zero3", weights)
@@ -312,7 +312,7 @@ def test_parameters_without_state_stay_without():
 
 
 @on_ranks(4)
-def test_the_first_rank_of_a_mesh_of_two_axes_reaches_all():
+def test_from_first_rank_broadcasts_optim_state_over_2d_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = FullyShardedDataParallel(nn.Linear(7, 6), device_mesh=mesh, sharding_strategy="hsdp")
     optimizer = torch.optim.Adam(model.parameters())
@@ -382,7 +382,7 @@ def train_in_any_order(folder: str, name: str, strategy: str, seed: int | None) 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
 @on_ranks(2)
-def test_the_order_in_which_a_rank_gives_parameters_to_an_optimizer_changes_nothing(tmp_path, strategy):
+def test_parameter_order_of_each_rank_does_not_change_training(tmp_path, strategy):
     for name in ("Adam", "Muon", "step_shards"):
         in_order = train_in_any_order(f"{tmp_path}/{name}", name, strategy, None)
         assert_same(train_in_any_order(f"{tmp_path}/{name}-shuffled", name, strategy, seed=3), in_order, name=name)
@@ -401,12 +401,12 @@ def states_by_torch(seed: int | None) -> list[Any]:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_states_that_torch_gathers_do_not_depend_on_the_order_of_parameters():
+def test_torch_gathered_optim_states_do_not_depend_on_parameter_order():
     assert_same(states_by_torch(seed=3), states_by_torch(None))
 
 
 @on_ranks(2)
-def test_full_states_are_not_loaded_by_torch_if_ranks_have_other_orders():
+def test_set_optimizer_state_dict_raises_if_parameter_orders_differ():
     """torch sends the states in the order of each rank's groups: gloo aborts, or states of equal shapes are mixed."""
     model = shard(small_gpt(blocks=1))
     optimizer = torch.optim.Adam(in_any_order(model, None))
@@ -420,7 +420,7 @@ def test_full_states_are_not_loaded_by_torch_if_ranks_have_other_orders():
 
 
 @on_ranks(2)
-def test_an_optimizer_whose_order_matters_is_refused_if_ranks_differ():
+def test_order_dependent_optimizer_raises_if_parameter_orders_differ():
     model = shard(small_gpt(blocks=1))
     optimizer = RowScaled(in_any_order(model, seed=3))
     loss_of(model, batch(0, sequences=4)).backward()
@@ -441,7 +441,7 @@ def test_an_optimizer_whose_order_matters_is_refused_if_ranks_differ():
 
 
 class Mixed(nn.Module):
-    """Rows that ranks do not divide, a parameter without a dimension, and one with fewer rows than ranks."""
+    """Rows that the world size does not divide, a scalar parameter, and one with fewer rows than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -455,7 +455,7 @@ class Mixed(nn.Module):
 
 
 class SignOfMomentum(torch.optim.Optimizer):
-    """An optimizer that this package does not know, and which steps `DTensor`s."""
+    """An optimizer that this package does not know and that steps `DTensor`s."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -480,7 +480,7 @@ def weights_after(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 @on_ranks(2)
-def test_a_plain_state_dict_is_loaded_and_trains_as_in_one_process(strategy):
+def test_sharded_optimizer_resumes_from_plain_state_dict_bitwise_equal(strategy):
     makers: list[Callable[[Any], torch.optim.Optimizer]] = [
         partial(torch.optim.AdamW, lr=0.1, amsgrad=True),
         partial(torch.optim.NAdam, lr=0.1),
@@ -509,7 +509,7 @@ def test_a_plain_state_dict_is_loaded_and_trains_as_in_one_process(strategy):
 
 
 @on_ranks(2)
-def test_states_are_saved_by_torch_alone_while_parameters_are_unsharded():
+def test_torch_saves_optim_states_while_parameters_are_unsharded():
     model = fully_shard(nn.Sequential(fully_shard(nn.Linear(5, 6)), nn.Linear(6, 3)))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 5)).sum().backward()
@@ -530,7 +530,7 @@ def test_states_are_saved_by_torch_alone_while_parameters_are_unsharded():
 
 
 @on_ranks(2)
-def test_states_are_saved_and_loaded_while_parameters_are_unsharded():
+def test_optim_states_save_and_load_while_parameters_are_unsharded():
     """By an explicit `unshard()`, and by an exception in backward."""
 
     def fail(*_: Any) -> None:
@@ -554,7 +554,7 @@ def test_states_are_saved_and_loaded_while_parameters_are_unsharded():
 
 
 @on_ranks(2)
-def test_a_plain_state_dict_that_was_loaded_is_saved_in_parts_before_the_first_step():
+def test_loaded_plain_state_is_saved_sharded_before_first_step():
     plain, model = nn.Linear(5, 6), fully_shard(nn.Linear(5, 6))
     of_plain = torch.optim.Adam(plain.parameters())
     plain(torch.ones(2, 5)).sum().backward()
@@ -567,7 +567,7 @@ def test_a_plain_state_dict_that_was_loaded_is_saved_in_parts_before_the_first_s
 
 
 @on_ranks(2)
-def test_an_optimizer_without_states_is_not_loaded_by_torch_from_whole_states():
+def test_full_state_dict_option_raises_for_optimizer_without_state():
     """torch raises `AssertionError: Expected device to be set`, also for a plain model."""
     model = fully_shard(nn.Linear(5, 6))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -621,7 +621,7 @@ def outcome(call: Callable[..., object], *args: object) -> str:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_malformed_state_dict_is_accepted_or_an_error_of_this_package_on_every_rank():
+def test_malformed_optim_state_dict_has_same_outcome_on_every_rank():
     model = shard(small_gpt(), strategy="zero3")
     optimizer = torch.optim.AdamW(model.parameters())
     learn(model, optimizer, range(1))

@@ -1,4 +1,4 @@
-"""Any optimizer of torch's, made before or after sharding, stepping after backward or within it."""
+"""Optimizers of torch, created before or after sharding, that step after backward or within it."""
 
 import copy
 import gc
@@ -30,7 +30,7 @@ from fullshard.testing import assert_same
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-# Those that work on DTensor, which all treat each element by itself: sharding cannot change a bit.
+# Optimizers that work on DTensor. All are elementwise, so that sharding cannot change a bit.
 ELEMENTWISE: dict[str, Make] = {
     "Adadelta": partial(torch.optim.Adadelta, lr=0.5),
     "Adagrad": partial(torch.optim.Adagrad, lr=0.05),
@@ -63,13 +63,13 @@ def trained(shard: Any, make: Make) -> dict[str, Tensor | None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks("world")
-def test_every_optimizer_of_torch_gives_the_bits_of_plain_training(world):
+def test_elementwise_torch_optimizers_match_plain_training_bitwise(world):
     for make in ELEMENTWISE.values():
         agree_with_plain(partial(trained, make=make), "ddp", "zero3")
 
 
 class Turns(nn.Module):
-    """Complex parameters, of which the ranks have unequal parts along the last dim."""
+    """Complex parameters with uneven shards along the last dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,15 +131,15 @@ def turned_and_loaded(shard: Any, how: str) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("policy", [{"parameters": {"disk": 1.0}}, {"optimizer": {"disk": 1.0}}, {"budget": "1MB"}])
 @on_ranks(1)
-def test_complex_parameters_on_a_disk_are_stepped(policy, tmp_path):
-    """A view of them as real numbers is a copy in memory, and writes to it are lost."""
+def test_optimizer_steps_complex_parameters_offloaded_to_disk(policy, tmp_path):
+    """Viewing them as real numbers makes a copy in memory; writes to it would be lost."""
     for how in ("plain", "closures"):
         shard = partial(fully_shard, offload_policy=Offload(**policy, folder=tmp_path))
         assert_same(turned_and_loaded(shard, how), turned_and_loaded(leave, how), name=how)
 
 
 @on_ranks(2)
-def test_complex_parameters_in_unequal_parts_are_stepped():
+def test_optimizers_step_unevenly_sharded_complex_parameters():
     """A `DTensor` of these gives optimizers a copy when they view it as real numbers, and their writes are lost."""
     for name, make in ELEMENTWISE.items():
         if "fused" not in name:
@@ -194,8 +194,8 @@ def made_before(shard: Any, scales: bool = False) -> dict[str, Tensor | None]:
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks("world")
-def test_an_optimizer_made_before_sharding_trains_the_shards(world):
-    """It keeps its groups, their options, its scheduler and a scaler."""
+def test_optimizer_created_before_sharding_steps_shards(world):
+    """The optimizer keeps its groups, their options, its scheduler and a scaler."""
     agree_with_plain(made_before)
     agree_with_plain(partial(made_before, scales=True), "zero3")
 
@@ -217,7 +217,7 @@ def zero_and_clip_before_the_first_step(shard: Any) -> dict[str, Tensor | None]:
 
 
 @on_ranks(2)
-def test_an_optimizer_made_before_sharding_zeroes_and_clips_gradients_of_the_shards():
+def test_optimizer_created_before_sharding_zeroes_and_clips_gradients():
     agree_with_plain(zero_and_clip_before_the_first_step)
     model = chain(lambda module: module)
     originals = list(model.parameters())
@@ -229,7 +229,7 @@ def test_an_optimizer_made_before_sharding_zeroes_and_clips_gradients_of_the_sha
 
 
 @on_ranks(2)
-def test_state_from_before_sharding_is_refused():
+def test_step_raises_if_optimizer_has_state_from_before_sharding():
     model = Chain()
     optimizer = torch.optim.AdamW(model.parameters())
     steps(model, optimizer, 1)
@@ -266,7 +266,7 @@ def stepping_in_backward(shard: Any) -> dict[str, Tensor | None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks("world")
-def test_steps_within_backward_give_the_bits_of_steps_after_it(world):
+def test_steps_within_backward_match_steps_after_backward_bitwise(world):
     agree_with_plain(stepping_in_backward, "ddp", "zero1", "zero2", "zero3")
     after = trained(partial(fully_shard, strategy="zero3"), torch.optim.AdamW)
     assert_same(stepping_in_backward(partial(fully_shard, strategy="zero3")), after)
@@ -290,13 +290,13 @@ def stepping_between_uses(shard: Any) -> dict[str, Tensor | None]:
 
 
 @on_ranks(2)
-def test_a_layer_used_twice_is_computed_again_with_what_a_hook_has_made_of_it():
+def test_reentrant_recompute_uses_weights_stepped_in_backward_hooks():
     agree_with_plain(stepping_between_uses, "ddp", "zero1", "zero2", "zero3")
 
 
 @on_ranks(2)
-def test_hooks_wait_for_complete_gradients():
-    """Microbatches that are not reduced call none; what they call then gets the form that optimizers have."""
+def test_post_accumulate_grad_hooks_run_only_on_reduced_gradients():
+    """Unreduced microbatches call no hooks. Later, hooks receive the parameters that optimizers hold."""
 
     def run(shard: Any) -> tuple[int, dict[str, Tensor | None]]:
         model = chain(shard)
@@ -336,14 +336,14 @@ def hooked(shard: Any, registers_early: bool) -> dict[str, Tensor | None]:
 
 
 @on_ranks(2)
-def test_hooks_for_complete_gradients_may_be_registered_before_sharding():
+def test_post_accumulate_grad_hooks_work_if_registered_before_sharding():
     for registers_early in (False, True):
         agree_with_plain(partial(hooked, registers_early=registers_early), "ddp", "zero2", "zero3")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 @on_ranks(1)
-def test_tensor_hooks_of_parameters_are_refused_as_long_as_they_are_registered(strategy):
+def test_register_hook_on_parameters_raises_until_removed(strategy):
     model = Chain()
     handle = model.head.weight.register_hook(torch.neg)
     with pytest.raises(StateError, match="weight has a hook of register_hook, which is never called"):
@@ -375,8 +375,8 @@ def gradient_peak(in_backward: bool, layers: int) -> int:
     return max(held)
 
 
-def test_gradients_never_coexist_where_steps_are_taken_within_backward():
-    """The peak is one unit's, however many there are."""
+def test_steps_within_backward_hold_gradients_of_one_unit_at_a_time():
+    """The peak is that of one unit, for any number of units."""
     few, many = run_ranks(2, gradient_peak, True, 2), run_ranks(2, gradient_peak, True, 6)
     assert few == many
     assert run_ranks(2, gradient_peak, False, 6)[0] > 4 * many[0]
@@ -395,8 +395,8 @@ def backward(model: nn.Module, step: int) -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD"])
 @on_ranks(2)
-def test_from_the_second_step_on_shards_are_stepped_as_plain_tensors(name):
-    """Users still see `DTensor`s in groups and states, the same as before."""
+def test_later_steps_update_shards_without_dtensor_dispatch(name):
+    """Users still see the same `DTensor`s in groups and states."""
     model = chain(fully_shard)
     optimizer = ELEMENTWISE[name](list(model.parameters()))
     steps(model, optimizer, 2)
@@ -507,15 +507,15 @@ def changed(shard: Any, name: str, seed: int) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "ASGD", "SGD", "SGD without states"])
 @on_ranks(2)
-def test_whatever_changes_between_steps_the_bits_are_those_of_plain_training(name):
-    """Most steps exchange parameters and states as the step before did, which is right only if nothing has changed."""
+def test_optimizer_changes_between_steps_match_plain_training_bitwise(name):
+    """Most steps reuse the exchange of parameters and states of the step before. A change must invalidate it."""
     for seed in range(4):
         agree_with_plain(partial(changed, name=name, seed=seed), "zero3", *["ddp"] * (seed == 0))
 
 
 @on_ranks(1)
-def test_replaced_states_are_freed_at_once():
-    """Programs that lend the memory of the states to others replace the states between steps."""
+def test_replaced_optimizer_states_are_freed_immediately():
+    """Programs that reuse the memory of the states replace the states between steps."""
     model = chain(fully_shard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     steps(model, optimizer, 3)
@@ -533,7 +533,7 @@ class Careful(torch.optim.SGD):
 
 
 @on_ranks(2)
-def test_hooks_closures_and_failures_see_the_parameters_that_users_know():
+def test_param_groups_show_dtensors_in_hooks_closures_and_after_failures():
     """Check the tensors that users get within a step, and after a failed step."""
     model = chain(fully_shard)
     visited: list[bool] = []
@@ -585,14 +585,14 @@ def scheduled(shard: Any, *, late: bool) -> list[Any]:
 
 
 @on_ranks(2)
-def test_schedulers_may_be_created_before_or_after_sharding():
+def test_schedulers_created_before_or_after_first_step_match_plain():
     for late in (False, True):
         agree_with_plain(partial(scheduled, late=late), "zero1", "zero3")
 
 
 @on_ranks(1)
 def test_an_optimizer_is_freed_with_its_last_reference():
-    """It is in no reference cycle: its state is most of a rank's memory, and garbage collection is delayed."""
+    """It is in no reference cycle, because its state is most of a rank's memory and garbage collection is delayed."""
     model = chain(fully_shard)
     optimizer = torch.optim.AdamW(model.parameters())
     steps(model, optimizer, 3)
@@ -604,7 +604,7 @@ def test_an_optimizer_is_freed_with_its_last_reference():
 
 
 def late_states(shard: Any) -> list[Any]:
-    """A parameter has its first gradient when shards are stepped already; its state is as that of others."""
+    """Give a parameter its first gradient after the first steps. Its state is sharded like that of others."""
     model = chain(shard)
     model.head.weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -616,12 +616,12 @@ def late_states(shard: Any) -> list[Any]:
     return [left, whole(buffer)]
 
 
-def test_state_that_is_made_later_is_sharded_too():
+def test_optimizer_state_created_in_later_steps_is_sharded():
     run_ranks(2, agree_with_plain, late_states)
 
 
 class Lion(torch.optim.Optimizer):
-    """An elementwise optimizer that torch does not know, with operations that a `DTensor` does not take."""
+    """A custom elementwise optimizer with operations that `DTensor` does not support."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -655,7 +655,7 @@ def lion(model: nn.Module, sharded: bool, kind: type[Lion] = Lion) -> Any:
 
 
 @on_ranks(2)
-def test_elementwise_optimizers_of_users_step_shards_if_declared():
+def test_step_shards_enables_custom_elementwise_optimizers():
     plain, model = chain(lambda module: module), chain(fully_shard)
     optimizers = lion(plain, False), lion(model, True)
     assert step_shards(optimizers[1]) is optimizers[1]
@@ -679,7 +679,7 @@ def test_elementwise_optimizers_of_users_step_shards_if_declared():
 
 
 class Repointed(Lion):
-    """One that gives the tensor of its state other memory in each step."""
+    """A variant that replaces the storage of its state tensor in each step."""
 
     def note(self, state: dict[str, Any], param: Tensor) -> None:
         state["mean"].data = state["mean"] * 0.5
@@ -697,7 +697,7 @@ class Scalar(nn.Module):
 
 
 @on_ranks(2)
-def test_state_may_get_other_memory_in_a_step():
+def test_step_shards_allows_state_to_change_its_storage():
     plain, model = Scalar(), fully_shard(Scalar())
     optimizers = lion(plain, False, Repointed), lion(model, True, Repointed)
     for step in range(4):
@@ -714,7 +714,7 @@ def test_state_may_get_other_memory_in_a_step():
 
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "Rprop"])
 @on_ranks(2)
-def test_optimizers_that_cannot_step_shards_are_refused_by_name(name):
+def test_unsupported_torch_optimizers_raise_config_error(name):
     model = chain(fully_shard)
     matrices = [param for param in model.parameters() if param.ndim == 2]
     optimizer = getattr(torch.optim, name)(matrices)
@@ -880,7 +880,7 @@ def of_layers(kind: Any, *args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [Kept, OwnAdam, DecaysMatrices, InTraining, Foreach, Lion])
-def test_unknown_elementwise_optimizers_may_step_shards(kind, caplog):
+def test_step_shards_accepts_unknown_elementwise_optimizers(kind, caplog):
     optimizer = of_layers(kind, lr=1e-3)
     if kind is InTraining:
         optimizer.train()
@@ -895,7 +895,7 @@ NEED_WHOLES = [TrustRatio, ClippedUpdates, Factored, Preconditioned, Rotated, Ce
 
 
 @pytest.mark.parametrize("kind", NEED_WHOLES)
-def test_optimizers_that_need_wholes_are_found_by_a_trial(kind):
+def test_step_shards_rejects_optimizers_that_need_full_parameters(kind):
     with pytest.raises(ConfigError, match=rf"{kind.__name__} needs full parameters.*of test tensors differ"):
         step_shards(of_layers(kind))
 
@@ -908,7 +908,7 @@ def test_optimizers_that_need_wholes_are_found_by_a_trial(kind):
         (Later, (), "its state 'rows' has shape"),
     ],
 )
-def test_a_warning_is_logged_for_optimizers_that_a_trial_cannot_check(kind, args, stated, caplog):
+def test_step_shards_warns_if_optimizer_cannot_be_tested(kind, args, stated, caplog):
     step_shards(of_layers(kind, *args))
     assert stated in caplog.text
 
@@ -916,14 +916,14 @@ def test_a_warning_is_logged_for_optimizers_that_a_trial_cannot_check(kind, args
 @pytest.mark.parametrize(
     "name", ["SOAP", "CAME", "CAME8bit", "Shampoo", "DistributedShampoo", "StableAdamW", "Lamb", "LARS", "Prodigy"]
 )
-def test_optimizers_that_are_known_to_need_wholes_are_refused_by_name(name):
+def test_step_shards_rejects_known_non_elementwise_optimizers_by_name(name):
     kind = type(name, (OwnAdam,), {})
     for derived in (kind, type("Mine", (kind,), {})):
         with pytest.raises(ConfigError, match=f"{derived.__name__} computes sums over full parameters"):
             step_shards(of_layers(derived))
 
 
-def test_installed_optimizers_are_accepted_or_refused():
+def test_step_shards_classifies_optimizers_of_installed_libraries():
     import bitsandbytes.optim as bnb
     import torchao.optim as ao
     import transformers
@@ -956,7 +956,7 @@ def verify(kinds: Sequence[Any]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_comparison_with_whole_tensors_finds_what_needs_them():
+def test_verify_detects_optimizers_that_need_full_parameters():
     right = [Kept, OwnAdam, DecaysMatrices, Foreach, torch.optim.AdamW]
     first, second = run_ranks(2, verify, [*right, *NEED_WHOLES])
     assert first == second
@@ -965,7 +965,7 @@ def test_a_comparison_with_whole_tensors_finds_what_needs_them():
 
 
 @on_ranks(2)
-def test_lbfgs_takes_its_sums_over_ranks():
+def test_lbfgs_on_evenly_sharded_parameters_matches_plain_training():
     """Run with evenly divisible rows; in all other cases torch raises."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))

@@ -1,4 +1,4 @@
-"""Gradients of small parameters on their way into the pack: each once, where the layout says, by one operation."""
+"""Gradients of small parameters are copied into the pack once, at the layout's offsets, by one operation."""
 
 import random
 from collections import Counter
@@ -38,7 +38,7 @@ def pack_of(shapes: list[tuple[int, ...]], dims: list[int | None]) -> tuple[Pack
 
 
 def expected_message(layout: GroupLayout, grads: dict[int, Tensor]) -> Tensor:
-    """Return a row a rank: zeros, and each part that the rank owns."""
+    """Return one row per rank: zeros, and each chunk that the rank owns."""
     message = torch.zeros(layout.world, layout.pack_numel)
     for i in layout.packed:
         if i not in grads:
@@ -53,7 +53,7 @@ def expected_message(layout: GroupLayout, grads: dict[int, Tensor]) -> Tensor:
 
 
 def check_unpacking(pack: Pack, layout: GroupLayout, shapes: list[tuple[int, ...]]) -> None:
-    """A message of every rank's parts brings all packed parameters, by either way, and writes to no others."""
+    """Check that either way of unpacking fills all packed parameters and writes to no others."""
     values = [torch.randn(shape) for shape in shapes]
     message = torch.empty(layout.world, layout.pack_numel)
     pack.write(message, dict(enumerate(values)))
@@ -67,7 +67,7 @@ def check_unpacking(pack: Pack, layout: GroupLayout, shapes: list[tuple[int, ...
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @on_ranks(1)
-def test_packing_follows_the_layout_pads_with_zeros_and_is_reversible(world):
+def test_pack_follows_layout_pads_with_zeros_and_unpacks(world):
     """For any shapes, any sharded dims, and any missing gradients."""
     cases = 40
     in_fake_world(world)
@@ -109,8 +109,8 @@ def kernels_of_packing(count: int, captures: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [2, 40])
-def test_packing_is_one_operation_however_many_parameters_there_are(count):
-    """In a CUDA graph it is an operation that takes no addresses from memory."""
+def test_packing_launches_one_copy_kernel_for_any_number_of_parameters(count):
+    """In a CUDA graph, packing uses an operation that reads no addresses from memory."""
     assert run_ranks(1, kernels_of_packing, count, False) == [["aten._chunk_cat"]]
     assert run_ranks(1, kernels_of_packing, count, True) == [["aten.zero_", "aten._foreach_copy_"]]
 
@@ -129,7 +129,7 @@ def kernels_of_unpacking(shapes: list[tuple[int, ...]], captures: bool = False) 
 
 
 @pytest.mark.parametrize("times", [1, 10])
-def test_unpacking_is_two_operations_however_many_parameters_there_are(times):
+def test_unpacking_launches_at_most_two_kernels_for_any_parameter_count(times):
     """The second one is for parameters that do not divide evenly. CUDA graphs and small packs use different ones."""
     split, each, shapes = "aten.split_with_sizes_copy", "aten._foreach_copy_", EVEN_AND_ODD * times
     assert run_ranks(1, kernels_of_unpacking, shapes[:1] * 3 * times) == [[split]]

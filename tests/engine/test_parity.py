@@ -1,6 +1,6 @@
-"""Sharding changes where numbers live, never what they are.
+"""Sharding changes the placement of values, not the values.
 
-Every world trains once, all strategies in turn on the same ranks; the tests below compare what came back.
+Every world size trains all strategies once on the same ranks. The tests below compare the results.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Recipe:
 
 CLIPPED = Recipe("adamw, clipped, tied within a unit", "adamw", True, False)
 MOMENTUM = Recipe("momentum, tied across two units", "momentum", False, True)
-# Several ranks combine the norm of each part, `DistributedDataParallel` has that of the whole: other bits, both true.
+# Sharded ranks combine norms of shards; `DistributedDataParallel` norms full gradients: the rounding differs.
 UNCLIPPED = Recipe("adamw, tied within a unit", "adamw", False, False)
 EACH_RECIPE = pytest.mark.parametrize("recipe", [CLIPPED, MOMENTUM], ids=lambda recipe: recipe.name)
 FOUR, ON_FOUR = (pytest.param(world, marks=pytest.mark.slow) for world in (4, (4,)))
@@ -102,31 +102,31 @@ def assert_all_same(shape: tuple[int, ...], recipe: Recipe, strategies: tuple[st
 
 
 @EACH_RECIPE
-def test_one_rank_gives_the_bits_of_plain_pytorch(recipe):
+def test_one_rank_matches_plain_pytorch_bitwise(recipe):
     assert_all_same((1,), recipe, ONE_AXIS, "plain")
 
 
 @pytest.mark.slow
 @EACH_RECIPE
-def test_a_mesh_of_one_rank_gives_the_bits_of_plain_pytorch(recipe):
+def test_2d_mesh_of_one_rank_matches_plain_pytorch_bitwise(recipe):
     assert_all_same((1, 1), recipe, (*ONE_AXIS, "hsdp", "hsdp_zero2"), "plain")
 
 
 @pytest.mark.parametrize("recipe", [UNCLIPPED, MOMENTUM], ids=lambda recipe: recipe.name)
-def test_two_ranks_give_the_bits_of_distributed_data_parallel(recipe):
+def test_two_ranks_match_distributed_data_parallel_bitwise(recipe):
     assert_all_same((2,), recipe, ONE_AXIS, "plain")
 
 
 @EACH_RECIPE
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), FOUR])
-def test_strategies_give_one_another_s_bits(recipe, world):
+def test_strategies_match_each_other_bitwise(recipe, world):
     assert_all_same((world,), recipe, ("zero1", "zero2", "zero3"), "ddp")
 
 
 @pytest.mark.slow
 @EACH_RECIPE
-def test_strategies_give_one_another_s_bits_on_two_axes(recipe):
-    """Hybrid sharding sums over the shard axis first, and so does every strategy on the same mesh."""
+def test_strategies_match_each_other_bitwise_on_2d_mesh(recipe):
+    """Every strategy on a 2D mesh sums over the shard dimension first, as hybrid sharding does."""
     assert_all_same((2, 2), recipe, ("zero1", "zero2", "zero3", "hsdp", "hsdp_zero2"), "ddp")
 
 
@@ -134,7 +134,7 @@ def test_strategies_give_one_another_s_bits_on_two_axes(recipe):
 @pytest.mark.parametrize(
     "shape", [(2,), ON_FOUR, *(pytest.param(item, marks=pytest.mark.slow) for item in ((3,), (2, 2)))]
 )
-def test_ranks_agree_on_everything_but_their_own_losses(recipe, shape):
+def test_ranks_have_equal_parameters_and_gradients_but_different_losses(recipe, shape):
     first, *others = (of_rank[recipe, "zero3"] for of_rank in traces(*shape))
     for other in others:
         assert_same([other.norms, other.grads, other.params], [first.norms, first.grads, first.params])
@@ -143,7 +143,7 @@ def test_ranks_agree_on_everything_but_their_own_losses(recipe, shape):
 
 @EACH_RECIPE
 @pytest.mark.parametrize("shape", [(2,), (3,), ON_FOUR, (2, 2)])
-def test_many_ranks_learn_what_one_process_learns_from_the_whole_batch(recipe, shape):
+def test_sharded_ranks_match_one_process_on_full_batch_within_tolerance(recipe, shape):
     alone = traces(1)[0][recipe, "plain"]
     together = [of_rank[recipe, "zero3"] for of_rank in traces(*shape)]
     mean = torch.stack([torch.stack(trace.losses) for trace in together]).mean(0)
@@ -156,15 +156,15 @@ def places_of_parameters() -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, FOUR])
-def test_the_small_model_has_parameters_in_place_and_packed(world):
-    """Or the laws above would hold of one kind only."""
+def test_small_model_has_in_place_and_packed_parameters(world):
+    """Otherwise the tests above would cover one kind only."""
     found = run_ranks(world, places_of_parameters)[0]
     assert {"up.weight", "down.weight"} <= {name for name, in_place in found if in_place}
     assert {"base.weight", "scale", "mixture", "nothing"} <= {name for name, in_place in found if not in_place}
 
 
 @on_ranks(1)
-def test_clipping_at_one_rank_gives_the_bits_of_pytorch_s():
+def test_clip_grad_norm_on_one_rank_matches_pytorch_bitwise():
     norms = []
     for clip in (torch.nn.utils.clip_grad_norm_, clip_grad_norm_):
         model = small_gpt() if clip is not clip_grad_norm_ else shard(small_gpt())

@@ -1,4 +1,4 @@
-"""`check_parity` and `fullshard parity` say yes where training agrees, and no, with a name, where it does not."""
+"""`check_parity` and `fullshard parity` accept equal training and name the first difference otherwise."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ BY_LAYER = ModuleWrapPolicy({Layer})
 QUICK = {"steps": 2, "auto_wrap_policy": BY_LAYER}
 
 
-# -- yes --------------------------------------------------------------------------------------------------------------
+# -- equal ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_every_strategy_has_the_bits_of_the_plain_process():
+def test_every_strategy_matches_plain_training_bitwise():
     report = check_parity(Net, make_batch, ranks=2, accumulate=2, **QUICK)
     assert [row.title for row in report.rows] == [
         "ddp, 2 ranks",
@@ -133,7 +133,7 @@ def test_every_strategy_has_the_bits_of_the_plain_process():
     ids=str,
 )
 @pytest.mark.slow
-def test_three_ranks_and_two_axes_do_too(ranks, options):
+def test_one_three_and_four_ranks_match_plain_training_bitwise(ranks, options):
     report = check_parity(Net, make_batch, ranks=ranks, **{"strategies": ["zero3"], **QUICK, "steps": 5, **options})
     assert report.is_bit_for_bit, report
 
@@ -143,7 +143,7 @@ def test_three_ranks_and_two_axes_do_too(ranks, options):
     [(3, "zero3", torch.bfloat16, None), (2, "zero1", torch.float16, torch.float16)],
     ids=str,
 )
-def test_low_precision_does_too(ranks, strategy, dtype, reduce_dtype):
+def test_mixed_precision_matches_plain_training_bitwise(ranks, strategy, dtype, reduce_dtype):
     report = check_parity(
         LowNet,
         make_inputs,
@@ -166,7 +166,7 @@ def two_sequences(number: int) -> Tensor:
     return batch(number, 2)
 
 
-def test_a_loss_and_an_optimizer_of_the_user_s_are_used():
+def test_check_parity_accepts_custom_loss_and_optimizer():
     report = check_parity(
         small_gpt, two_sequences, loss_of, ranks=2, strategies=["zero2"], optimizer=make_adam, steps=2
     )
@@ -175,16 +175,16 @@ def test_a_loss_and_an_optimizer_of_the_user_s_are_used():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "options"), [(3, {}), (4, {"accumulate": 3})], ids=str)
-def test_all_strategies_on_three_and_four_ranks(ranks, options):
+def test_all_strategies_match_plain_bitwise_on_three_and_four_ranks(ranks, options):
     report = check_parity(small_gpt, two_sequences, loss_of, ranks=ranks, steps=3, **options)
     assert report.is_bit_for_bit, report
 
 
-# -- what it is compared with -----------------------------------------------------------------------------------------
+# -- the plain reference ----------------------------------------------------------------------------------------------
 
 
 def one_loop(recipe: Recipe, ranks: int) -> list[Any]:
-    """Plain training as anybody would write it: one model, which sees every microbatch."""
+    """Train one plain model on every microbatch, in a simple loop."""
     torch.manual_seed(recipe.seed)
     model = LowNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -217,7 +217,7 @@ def traced(recipe: Recipe, ranks: int, trace: Trace) -> list[Any]:
 
 
 @on_new_ranks(1)
-def test_the_plain_process_has_the_bits_of_a_loop_over_one_model(tmp_path):
+def test_plain_reference_matches_simple_training_loop_bitwise(tmp_path):
     # Several ranks take the norm part by part, a loop takes it of the whole: other bits, both true.
     for ranks, accumulate, clip in ((1, 1, 0.1), (1, 3, 0.1), (1, 1, 0), (3, 1, 0)):
         recipe = Recipe(make_model=LowNet, make_batch=make_inputs, steps=3, accumulate=accumulate, clip=clip)
@@ -225,7 +225,7 @@ def test_the_plain_process_has_the_bits_of_a_loop_over_one_model(tmp_path):
         assert_same(traced(recipe, ranks, Trace(tmp_path)), one_loop(recipe, ranks), name=name)
 
 
-# -- no ---------------------------------------------------------------------------------------------------------------
+# -- different --------------------------------------------------------------------------------------------------------
 
 
 class ReadsItsRank(Net):
@@ -286,7 +286,7 @@ def writes_to_a_weight_before_the_third_call() -> nn.Module:
         (does_not_divide, 2, "gradient of embedding.weight, step 1, rank 0"),
     ],
 )
-def test_what_differs_first_is_named(make_model, ranks, first):
+def test_report_names_first_difference(make_model, ranks, first):
     report = check_parity(make_model, make_batch, ranks=ranks, strategies=["zero2"], **QUICK)
     [row] = report.rows
     assert str(row.first) == first
@@ -297,7 +297,7 @@ def test_what_differs_first_is_named(make_model, ranks, first):
 
 
 @pytest.mark.slow
-def test_what_happens_late_is_reported_with_its_step():
+def test_report_states_step_of_late_difference():
     report = check_parity(
         writes_to_a_weight_before_the_third_call,
         make_batch,
@@ -313,7 +313,7 @@ def test_what_happens_late_is_reported_with_its_step():
 
 
 @pytest.mark.slow
-def test_another_order_of_addition_is_detected_and_can_be_tolerated():
+def test_different_summation_order_is_detected_and_within_tolerance():
     report = check_parity(
         adds_in_another_order, make_batch, ranks=3, strategies=["zero3"], rtol=1e-3, atol=1e-4, **QUICK
     )
@@ -330,7 +330,7 @@ class RefusesToBeSharded(Net):
         return super().forward(given, target)
 
 
-def test_ranks_that_fail_are_rows_and_their_cause_is_reported_once():
+def test_failed_ranks_become_rows_and_report_shows_cause_once():
     report = check_parity(RefusesToBeSharded, make_batch, ranks=2, strategies=["ddp", "zero3"], **QUICK)
     assert [row.failure.splitlines()[0] for row in report.rows] == ["ValueError: not like this"] * 2
     assert not report.is_equal
@@ -343,7 +343,7 @@ class FailsAnyway(Net):
         raise ValueError("never")
 
 
-def test_plain_training_that_fails_is_an_error_and_no_row():
+def test_failing_plain_training_raises():
     with pytest.raises(RanksFailed, match="ValueError: never"):
         check_parity(FailsAnyway, make_batch, ranks=2, **QUICK)
 
@@ -360,7 +360,7 @@ def make_no_rows(number: int) -> dict[str, Tensor]:
     return {"x": torch.randn(0, WIDTH)}
 
 
-def test_a_batch_is_made_of_rows_as_for_a_plan():
+def test_batch_function_may_take_number_of_rows():
     for make, rows in ((make_rows, 5), (make_one, 3), (make_inputs, 4)):
         recipe = Recipe(make_model=LowNet, make_batch=make, rows=5)
         drawn = [recipe._batch(number)["x"] for number in (0, 1, 0)]
@@ -386,7 +386,7 @@ def test_a_batch_is_made_of_rows_as_for_a_plan():
         (lambda: [(4, 7)], BatchArgument.NOTHING),
     ],
 )
-def test_the_argument_of_a_batch_function_is_inferred_from_its_shapes(sizes, argument):
+def test_batch_function_argument_is_inferred_from_tensor_shapes(sizes, argument):
     made = (lambda: sizes()) if argument is BatchArgument.NOTHING else lambda value: [*map(torch.zeros, sizes(value))]
     assert argument_of(made) is argument
 
@@ -410,7 +410,7 @@ class DivergesInBackward(Diverges):
 @pytest.mark.parametrize(
     ("model", "stated"), [(Diverges, "the loss of microbatch 0"), (DivergesInBackward, "the gradient of")]
 )
-def test_plain_training_that_is_not_finite_is_an_error(model, stated, capsys):
+def test_non_finite_plain_training_raises(model, stated, capsys):
     with pytest.raises(ConfigError, match=f"plain training gives {stated}.* = (nan|inf|-inf) in step 1"):
         check_parity(model, make_inputs, ranks=2, strategies=["zero3"], **QUICK)
     argv = ["--model", f"{__file__}:{model.__name__}", "--batch", f"{__file__}:make_inputs", "--ranks", "2"]
@@ -421,7 +421,7 @@ def test_plain_training_that_is_not_finite_is_an_error(model, stated, capsys):
 # -- the parts --------------------------------------------------------------------------------------------------------
 
 
-def test_strategies_that_fit_are_selected_and_grouped_by_mesh():
+def test_cases_select_applicable_strategies_grouped_by_mesh():
     assert [str(case) for case in cases_of((3, 2), ("hsdp", "ddp"), 1)] == [
         "hsdp, 3 ranks",
         "ddp, 3 ranks",
@@ -439,14 +439,14 @@ EXACT = Tolerance()
 
 
 @given(st.lists(st.floats(width=32), min_size=1), st.floats(0, 1))
-def test_a_tensor_does_not_differ_from_itself(values, atol):
+def test_tensor_has_no_difference_from_its_clone(values, atol):
     tensor = torch.tensor(values)
     for tolerance in (EXACT, Tolerance(atol, atol)):
         assert Difference.between(tensor, tensor.clone(), tolerance) == Difference()
 
 
 @given(st.floats(-100, 100, width=32), st.floats(2**-10, 1, width=32))
-def test_what_is_within_the_tolerance_is_tolerated_and_nothing_else(value, gap):
+def test_difference_is_tolerated_only_within_tolerance(value, gap):
     one = torch.tensor([0.0, value], dtype=torch.float64)
     other = one + torch.tensor([0.0, gap], dtype=torch.float64)
     gap = (other - one)[1].item()  # what is left of it by rounding
@@ -470,25 +470,25 @@ def test_what_is_within_the_tolerance_is_tolerated_and_nothing_else(value, gap):
     ],
     ids=str,
 )
-def test_shapes_and_values_that_are_not_comparable_differ_infinitely(actual, largest):
+def test_incompatible_shapes_dtypes_and_nan_differ_infinitely(actual, largest):
     difference = Difference.between(actual, torch.ones(2), Tolerance(atol=0.1))
     assert difference == Difference(largest, False, False)
 
 
-def test_no_part_of_infinity_is_tolerated():
+def test_relative_tolerance_does_not_apply_to_infinity():
     infinite = torch.tensor([torch.inf])
     assert not Difference.between(torch.ones(1), infinite, Tolerance(rtol=0.5)).is_tolerated
     assert Difference.between(infinite, infinite, Tolerance(rtol=0.5)) == Difference()
 
 
-def test_the_sign_of_a_zero_is_a_bit():
+def test_negative_zero_is_not_bitwise_equal_to_zero():
     zero = torch.zeros(1)
     assert Difference.between(-zero, zero, EXACT) == Difference(0.0, False, False)
     assert Difference.between(-zero, zero, Tolerance(atol=1e-9)) == Difference(0.0, False, True)
     assert Difference.between(None, None, EXACT) == Difference()
 
 
-def test_the_first_difference_is_not_tolerated_then_names_a_parameter_then_is_the_earliest():
+def test_first_difference_prefers_untolerated_then_parameter_then_earliest():
     compared = Compared(rank=0, tolerance=Tolerance(atol=1.0))
     zero = torch.zeros(1)
     for kind, name, step, gap in [
@@ -507,7 +507,7 @@ def test_the_first_difference_is_not_tolerated_then_names_a_parameter_then_is_th
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_rows_are_shown_immediately(terminal):
+def test_command_shows_each_row_immediately(terminal):
     cases = cases_of((2,), ("zero1", "zero3"), 2)
     rows = [ParityRow.of(cases[0], []), ParityRow.failed(cases[1], "ValueError: no")]
     console = Console(file=io.StringIO(), force_terminal=terminal, width=60)
@@ -519,7 +519,7 @@ def test_rows_are_shown_immediately(terminal):
         assert stated == "zero1, 2 ranks: the same bits\nzero3, 2 ranks: failed\n"
 
 
-def test_a_row_states_that_it_is_tolerated():
+def test_row_states_that_difference_is_within_tolerance():
     case, compared = Case("ddp", 2, 1), Compared(rank=0, tolerance=Tolerance(atol=1.0))
     compared.add(Kind.LOSS, "0", 1, torch.ones(()), torch.zeros(()))
     assert str(ParityRow.of(case, [compared])) == "ddp, 2 ranks: within the tolerance"
@@ -531,7 +531,7 @@ HERE = ["--batch", f"{__file__}:make_batch", "--ranks", "2", "--steps", "2", "--
 
 
 @pytest.mark.slow
-def test_the_command_states_yes_with_a_table_and_json(tmp_path, capsys):
+def test_parity_command_writes_table_and_json_if_equal(tmp_path, capsys):
     path = tmp_path / "parity.json"
     argv = ["--model", f"{__file__}:Net", "--strategies", "zero1,hsdp", "--json", str(path)]
     assert main(["parity", *HERE, *argv]) == 0
@@ -548,7 +548,7 @@ def test_the_command_states_yes_with_a_table_and_json(tmp_path, capsys):
     assert result["rows"][0]["parameter"] == 0
 
 
-def test_the_command_states_no_with_the_parameter_and_exit_code_1(tmp_path, capsys):
+def test_parity_command_names_parameter_and_exits_with_1_if_different(tmp_path, capsys):
     path = tmp_path / "parity.json"
     argv = ["--model", f"{__file__}:ReadsItsRank", "--strategies", "zero2", "--json", str(path)]
     assert main(["parity", *HERE, *argv]) == 1
@@ -579,7 +579,7 @@ def test_the_command_states_no_with_the_parameter_and_exit_code_1(tmp_path, caps
         ([], "--model is missing"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(argv, words, capsys):
+def test_parity_command_prints_one_line_and_exits_with_2_on_bad_input(argv, words, capsys):
     assert main(["parity", *HERE, *(item.format(here=__file__) for item in argv)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -595,7 +595,7 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, words, capsys):
         (["--model", "{here}:Net", "--batch", "{here}:make_inputs"], "unexpected keyword argument 'x'"),
     ],
 )
-def test_plain_training_that_fails_is_reported_with_its_traceback_and_exit_code_2(argv, words, capsys):
+def test_parity_command_exits_with_2_and_traceback_if_plain_training_fails(argv, words, capsys):
     assert main(["parity", *HERE, *(item.format(here=__file__) for item in argv)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -604,7 +604,7 @@ def test_plain_training_that_fails_is_reported_with_its_traceback_and_exit_code_
     assert "Traceback" in err
 
 
-def test_the_command_explains_itself(capsys):
+def test_parity_command_help_lists_options(capsys):
     with pytest.raises(SystemExit) as end:
         main(["parity", "--help"])
     assert end.value.code == 0
@@ -629,7 +629,7 @@ def loss(model, batch):
 
 
 @pytest.mark.slow
-def test_modules_are_found_in_the_current_folder(tmp_path):
+def test_parity_command_imports_modules_from_working_directory(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     argv = ["--model", "mine:make_model", "--batch", "mine:make_batch", "--loss", "mine:loss", "--ranks", "2"]
     ended = subprocess.run(
@@ -645,7 +645,7 @@ def test_modules_are_found_in_the_current_folder(tmp_path):
     assert ended.stdout.endswith("All 1 agree with the plain process bit for bit.\n")
 
 
-def test_the_page_shows_the_table_as_it_is():
+def test_parity_docs_show_actual_table():
     page = (Path(__file__).parents[2] / "docs" / "parity.md").read_text()
     report = ParityReport(tuple(ParityRow.of(case, []) for case in cases_of((2, 3), None, 2)), EXACT)
     table = "\n".join(line.rstrip() for line in str(report).splitlines())
@@ -668,8 +668,8 @@ def perceptrons() -> nn.Module:
 
 
 @pytest.mark.slow
-def test_strategies_have_the_bits_of_tensor_parallelism_alone():
-    """It has the plain process's numbers within rounding, and the report states the difference."""
+def test_strategies_match_tensor_parallelism_without_sharding_bitwise():
+    """Tensor parallelism alone matches plain training within rounding, and the report states the difference."""
     report = check_parity(
         perceptrons,
         inputs,

@@ -100,14 +100,14 @@ def compared(
     )
 
 
-def test_a_pipeline_has_the_bits_of_the_plain_process():
+def test_pipeline_matches_plain_training_bitwise():
     """For any stages in any order, because the order of sums does not change."""
     report = compared(1, ["zero3"], pp=2, schedule="Interleaved1F1B")
     assert [str(row) for row in report.rows] == ["zero3, 1 rank, with pp2: the same bits"]
 
 
 @pytest.mark.slow
-def test_stages_parts_of_sequences_and_experts_have_the_bits_of_the_same_ranks_unsharded():
+def test_pp_cp_ep_with_sharding_matches_same_ranks_unsharded_bitwise():
     """These have the plain process's numbers within rounding."""
     report = compared(1, ["zero3"], pp=2, cp=2, ep=2)
     assert report.is_equal, str(report)
@@ -115,7 +115,7 @@ def test_stages_parts_of_sequences_and_experts_have_the_bits_of_the_same_ranks_u
 
 
 @pytest.mark.slow
-def test_a_model_that_counts_positions_on_each_part_again_is_reported():
+def test_report_detects_positions_restarted_on_each_sequence_chunk():
     """By the first row, and by the parameter. Sharding adds no difference."""
     report = compared(1, ["zero3"], careless_loss, cp=2)
     assert [(row.strategy, row.is_equal) for row in report.rows] == [("none", False), ("zero3", True)]

@@ -1,4 +1,4 @@
-"""Weights that say what of them is sent train as in one process, and cost what they say."""
+"""Weights that define their all-gather payload train as in one process, with the expected traffic."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def learn(kind: type[Weight], microbatches: int, shard: Shard) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks("world")
-def test_they_learn_the_bits_of_one_process(world):
+def test_wrapped_weights_match_plain_training_bitwise(world):
     strategies = ONE_AXIS if world == 2 else ("zero3",)
     for kind in (Weight, DecodedWeight):
         for microbatches in (1, 2):
@@ -105,7 +105,7 @@ def test_they_learn_the_bits_of_one_process(world):
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_replicas_of_shards_train_identically():
+def test_wrapped_weights_train_identically_under_hybrid_strategies():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for kind in (Weight, DecodedWeight):
         first, *others = (
@@ -118,7 +118,7 @@ def test_replicas_of_shards_train_identically():
 
 @pytest.mark.slow
 @on_ranks(3)
-def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
+def test_strategies_match_bitwise_with_wrapped_weights_on_three_ranks():
     first, *others = (learn(Weight, 1, partial(fully_shard, strategy=strategy)) for strategy in ONE_AXIS)
     for other in others:
         assert_same(other, first)
@@ -144,7 +144,7 @@ def learn_rows(model: nn.Module) -> list[Tensor]:
 
 
 @on_ranks(4)
-def test_rows_train_with_tensor_parallelism_as_without():
+def test_wrapped_weights_match_plain_training_with_tensor_parallelism():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rows = torch.randn(HIDDEN, WIDTH, generator=torch.Generator().manual_seed(mesh["tp"].get_local_rank()))
     placed = DTensor.from_local(Weight(rows.clone()), mesh["tp"], [Split(0)], run_check=False)
@@ -175,13 +175,13 @@ def traffic(strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_gather_moves_a_byte_an_element_and_the_scales(world):
+def test_all_gather_sends_one_byte_per_element_plus_scales(world):
     for strategy in ONE_AXIS:
         run_ranks(world, traffic, strategy)
 
 
 @on_ranks(2)
-def test_what_was_gathered_is_freed_between_forward_and_backward():
+def test_gathered_payloads_are_freed_between_forward_and_backward():
     model = model_of(partial(fully_shard, strategy="zero3"))
     units = units_in(model)[1:]
     with recording() as record:
@@ -220,12 +220,12 @@ class PairedWeight(Weight):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_gathered_tensors_start_at_their_storages():
+def test_gathered_tensors_have_storage_offset_zero():
     agree_with_plain(partial(learn, PairedWeight, 1), "zero3", "zero2")
 
 
 @on_ranks(4)
-def test_methods_are_given_what_torch_gives_them():
+def test_fsdp_extension_methods_receive_same_arguments_as_in_fsdp2():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     layer = fully_shard(LowLinear(WIDTH, HIDDEN), mesh=mesh, strategy="hsdp", mp_policy=policy)
@@ -270,7 +270,7 @@ def keep_state(folder: Path, strategies: Sequence[str]) -> None:
 
 
 @pytest.mark.slow
-def test_their_state_is_saved_and_loaded_as_plain_values(tmp_path):
+def test_wrapped_weights_save_and_load_as_plain_values(tmp_path):
     run_ranks(2, keep_state, tmp_path, ("zero3", "ddp"))
     run_ranks(3, load_elsewhere, tmp_path / "zero3")
 
@@ -286,7 +286,7 @@ def load_elsewhere(folder: Path) -> None:
 
 
 @on_ranks(2)
-def test_they_can_be_built_without_memory():
+def test_wrapped_weights_initialize_from_meta_device():
     with torch.device("meta"):
         model = fully_shard(nn.Sequential(LowLinear(WIDTH, HIDDEN), LowLinear(HIDDEN, 4)))
     model.to_empty(device="cpu")
@@ -297,6 +297,6 @@ def test_they_can_be_built_without_memory():
     assert_same(whole_values(model)["0.weight"], model.state_dict()["0.weight"].full_tensor())
 
 
-def test_codes_are_what_they_state():
+def test_int8_encoding_round_trips_within_rounding():
     values = torch.randn(5, 7)
     assert (decode(*encode(values)) - values).abs().max() < 0.02

@@ -1,4 +1,4 @@
-"""Pipelines of torch's with sharded stages: every schedule gives, under every strategy, one process's gradients."""
+"""Torch pipelines with sharded stages: every schedule and strategy yields the gradients of one process."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -172,14 +172,14 @@ lazy_pairs = torch_before((2, 13), "torch 2.11's gloo cannot send while it conne
 
 @pytest.mark.slow
 @lazy_pairs
-def test_stages_get_the_gradients_of_one_process():
+def test_pipeline_stages_match_gradients_of_one_process_bitwise():
     """Bit for bit: each rank sums its microbatches in order, and ranks are summed in order."""
     run_ranks(2, every_schedule_and_strategy, 2, list(SCHEDULES))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_stages_over_two_ranks_get_the_gradients_of_one_process(kind):
+def test_stages_sharded_over_two_ranks_match_gradients_of_one_process(kind):
     run_ranks(4, every_schedule_and_strategy, 4, [kind])
 
 
@@ -193,7 +193,7 @@ class BackwardInLoss(Pipeline):
 
 @pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleInterleaved1F1B])
 @on_ranks(2)
-def test_the_trial_by_which_torch_learns_shapes_leaves_no_gradients(kind):
+def test_shape_inference_of_pipeline_leaves_no_gradients(kind):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     pipeline = BackwardInLoss(kind, mesh, mesh["dp"])
     found = []
@@ -205,7 +205,7 @@ def test_the_trial_by_which_torch_learns_shapes_leaves_no_gradients(kind):
     testing.assert_same(found[0], found[1])
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- communication ----------------------------------------------------------------------------------------------------
 
 
 class Watched(PipelineStage):
@@ -232,7 +232,7 @@ class Watched(PipelineStage):
 
 
 def visits(pipeline: Pipeline) -> dict[str, int]:
-    """How often each stage of this rank is unsharded in a step."""
+    """Return how often a step unshards each stage of this rank."""
     actions = getattr(pipeline.schedule, "pipeline_order_with_comms", None)
     if actions is None:
         return dict.fromkeys((f"stage {number}" for number in pipeline.numbers), 1)
@@ -245,7 +245,7 @@ def visits(pipeline: Pipeline) -> dict[str, int]:
 @lazy_pairs
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @on_ranks(4)
-def test_a_unit_is_gathered_once_a_visit_ahead_of_compute_and_reduced_once_a_step(strategy):
+def test_stage_units_unshard_once_per_visit_and_reduce_once_per_step(strategy):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     for kind, stages in SCHEDULES.items():
         pipeline = Pipeline(kind, mesh, mesh["dp"], stage=Watched, strategy=strategy)
@@ -265,7 +265,7 @@ def test_a_unit_is_gathered_once_a_visit_ahead_of_compute_and_reduced_once_a_ste
         expected = visits(pipeline)
         assert (max(expected.values()) > 1) == (stages == 4)
         if strategy != "zero3":
-            expected = dict.fromkeys(expected, 1)  # they are kept from forward to backward
+            expected = dict.fromkeys(expected, 1)  # they stay unsharded from forward to backward
         wanted = {unit: 2 * expected[unit.partition(".")[0]] for unit in sums}  # of trained and of frozen parameters
         assert gathers == wanted, kind
         assert len(gathers) == len(sums) == LAYERS // 2
@@ -281,7 +281,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 @on_ranks(2)
-def test_microbatches_are_summed_in_the_reduce_dtype():
+def test_pipeline_microbatches_accumulate_in_reduce_dtype():
     """Including parameters without a gradient hook."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     for kind in (Schedule1F1B, ScheduleInterleavedZeroBubble):
@@ -291,14 +291,14 @@ def test_microbatches_are_summed_in_the_reduce_dtype():
 @pytest.mark.slow
 @torch_before((2, 13), "torch 2.11 gives no full tensor of axes that are not in the mesh's order")
 @on_ranks(4)
-def test_stages_may_be_tensor_parallel_too():
+def test_pipeline_stages_support_tensor_parallelism():
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
     for kind in SCHEDULES:
         matches_one_process(Pipeline(kind, mesh, mesh["dp"]), close)
 
 
 @on_ranks(2)
-def test_gradients_are_held_back_over_several_schedules_and_evaluations():
+def test_gradients_accumulate_over_pipeline_schedules_and_evaluations():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     whole = layers()
     for kind in (Schedule1F1B, ScheduleInterleavedZeroBubble):
@@ -330,7 +330,7 @@ class OnceError(Exception):
 
 @torch_before((2, 13), "torch 2.11's stages keep what a failed step has left")
 @on_ranks(2)
-def test_a_step_that_failed_leaves_nothing_for_the_next():
+def test_failed_pipeline_step_does_not_affect_next_step():
     """Fail in a pipeline of one rank, without peers that wait."""
     group, calls = dist.new_subgroups(1)[0], []
 
@@ -371,7 +371,7 @@ def count_differently() -> None:
         stage.perform_reduce_grad(1)
 
 
-def test_ranks_with_different_numbers_of_microbatches_get_an_error():
+def test_different_microbatch_counts_raise_on_every_rank():
     testing.run_ranks(2, count_differently)
 
 
@@ -403,14 +403,14 @@ def finalize_by_hand(policy: MixedPrecisionPolicy) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_finalized_by_hand_are_those_of_hooks():
+def test_manual_finalization_matches_gradients_of_hooks():
     """Microbatches wait for their backward, which runs in a different order."""
     for policy in (MixedPrecisionPolicy(), BF16):
         run_ranks(2, finalize_by_hand, policy)
 
 
 @on_ranks(1)
-def test_what_was_not_finalized_is_dropped():
+def test_gradients_not_finalized_are_dropped():
     model = fully_shard(nn.Linear(WIDTH, WIDTH))
     with pytest.raises(StateError, match=r"set_manual_backward_finalization\(True\)"):
         model.finalize_backward()
@@ -431,19 +431,19 @@ def with_stages_of_torch(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
-def test_stages_of_torch_get_the_gradients_of_one_process(kind):
+def test_torch_pipeline_stages_match_gradients_of_one_process(kind):
     run_ranks(2, with_stages_of_torch, kind)
 
 
 @on_ranks(2)
-def test_actions_need_stages_that_know_them():
+def test_with_actions_rejects_torch_pipeline_stages():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     pipeline = Pipeline(ScheduleInterleaved1F1B, mesh, mesh["dp"], stage=pipelining.PipelineStage)
     with pytest.raises(errors.ConfigError, match=r"stage \d is a torch.*integrations\.pipelining"):
         with_actions(pipeline.schedule)
 
 
-def test_a_backward_in_two_parts_is_refused_there():
+def test_split_backward_raises_with_torch_pipeline_stages():
     with pytest.raises(testing.RanksFailed, match=r"integrations\.pipelining\.PipelineStage"):
         testing.run_ranks(2, with_stages_of_torch, ScheduleInterleavedZeroBubble)
 
@@ -463,7 +463,7 @@ class Skipping(nn.Module):
 
 @pytest.mark.parametrize("stage", [PipelineStage, pipelining.PipelineStage])
 @on_ranks(2)
-def test_a_layer_may_be_dropped_in_a_stage(stage):
+def test_pipeline_stage_may_skip_a_layer_in_some_steps(stage):
     group = dist.new_subgroups(1)[0]
     model = nn.Sequential(Skipping(), nn.Linear(WIDTH, WIDTH))
     for layer in model:

@@ -1,4 +1,4 @@
-"""No race on simulated streams, and each wait of the engine is needed: without it there is one."""
+"""There is no race on simulated streams, and each wait of the engine is needed: removing it causes a race."""
 
 import ast
 import copy
@@ -57,7 +57,7 @@ class Checkpointed(Layer):
 
 
 class TwiceUsed(Layer):
-    """Gives the gradient of one parameter away: what autograd leaves shares memory with another tensor."""
+    """A layer where the gradient that autograd leaves for one parameter shares memory with another tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.norm.bias
@@ -177,7 +177,7 @@ def stepping_between_uses(model: Any, take: Callable[[Tensor], None] | None = No
 
 
 def updating_data_between_uses(model: Any) -> None:
-    """The same, without an optimizer: no version tells that shards were written to."""
+    """The same without an optimizer: no version counter shows that shards were written to."""
 
     def take(param: Tensor) -> None:
         param.data.add_(param.grad, alpha=-0.1)
@@ -187,7 +187,7 @@ def updating_data_between_uses(model: Any) -> None:
 
 
 def dropping_a_graph(model: Any) -> None:
-    """The graph of a forward is dropped while its activations may still be on their way."""
+    """Drop the graph of a forward while its activations may still be in transfer."""
     for number in range(2):
         loss = model(inputs(number)).float().square().mean()
         dropped = model(inputs(number)).float().square().mean()
@@ -205,7 +205,7 @@ def dropping_forwards(model: Any) -> None:
 
 
 def writing_in_hooks(model: Any) -> None:
-    """Write to the shards of a later layer in a hook of another one."""
+    """Write to the shards of a later layer in a hook of an earlier layer."""
     last = list(model.layers[-1].parameters())
 
     @torch.no_grad()
@@ -239,7 +239,7 @@ def loading_after_failing(model: Any) -> None:
 
 
 def dropping_after_failing(model: Any) -> None:
-    """Drop a model after a failed backward, and build a second one in its memory."""
+    """Drop a model after a failed backward and train a second one in its memory."""
     Breaking.armed = False
     failed = copy.deepcopy(model)
     step(failed, sgd(failed), 0)
@@ -625,7 +625,7 @@ def has_race(tape: dry.Tape, *, without: str) -> bool:
 def looked_through(among: tuple[Scenario, ...], known: frozenset[str] = frozenset()) -> Sites:
     """Return the places that wait for streams in these scenarios, after checking that none has a race.
 
-    Places that are `known` to be needed are not left out again.
+    Waits that are `known` to be needed are not tested again.
     """
     met, needed = set[str](), set[str](known)
     for scenario in among:
@@ -701,7 +701,7 @@ def other_scenarios(strategy: str) -> Sites:
 
 @cache
 def in_few_scenarios() -> Sites:
-    """Return the places in scenarios that are enough to show that every wait is needed."""
+    """Return the waits of scenarios that suffice to show that every wait is needed."""
     sites = looked_through(RARE)
     for strategy in ("ddp", "zero3", "hsdp"):
         sites |= looked_through(of_strategy(strategy, common=True))
@@ -713,13 +713,13 @@ common = pytest.mark.parametrize("strategy", STRATEGIES)
 
 @pytest.mark.slow
 @common
-def test_no_stream_touches_what_another_still_uses(strategy):
+def test_common_scenarios_have_no_stream_races(strategy):
     looked_through(of_strategy(strategy, common=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["hooks between uses", "writing in hooks"])
-def test_shards_that_are_written_while_they_are_read_from_a_disk_are_read_again(loop):
+def test_shards_written_during_a_disk_read_are_read_again(loop):
     assert not dry.races(tape_of("zero3", loop, "disk"))
     no_version = mock.PropertyMock(return_value=-1)
     with mock.patch.object(Extent, "version", no_version, create=True):  # all versions are equal
@@ -729,7 +729,7 @@ def test_shards_that_are_written_while_they_are_read_from_a_disk_are_read_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [3, 7])
-def test_nor_on_ranks_other_than_the_first(rank):
+def test_scenarios_have_no_stream_races_on_other_ranks(rank):
     for scenario in (("zero3", "steps", ""), ("hsdp", "accumulation", "bf16"), ("zero1", "steps", "offload")):
         assert not dry.races(tape_of(*scenario, rank=rank)), scenario
 
@@ -737,11 +737,11 @@ def test_nor_on_ranks_other_than_the_first(rank):
 @common
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # many dry runs
-def test_no_stream_does_so_in_other_loops(strategy):
+def test_remaining_scenarios_have_no_stream_races(strategy):
     other_scenarios(strategy)
 
 
-def test_every_wait_is_needed():
+def test_every_stream_wait_is_needed():
     sites = in_few_scenarios()
     assert not sites.needless
     met = {without_names(site) for site in sites.met}
@@ -862,7 +862,7 @@ def test_a_gather_is_repeated_after_the_write(run, caller):
 
 
 def test_buffers_that_a_disk_writes_are_waited_for():
-    """Storages that no graph refers to take part in the window until they are written."""
+    """Storages that no graph references count towards the window until they are written."""
 
     def run(_: Any) -> None:
         order: list[Any] = []
@@ -909,7 +909,7 @@ def test_writes_to_the_same_blocks_are_in_order():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["offload", "states offloaded", "all offloaded bf16"])
-def test_copies_between_memories_raise_no_false_alarm(option):
+def test_copies_between_host_and_device_report_no_false_races(option):
     """The host waits for copies from host memory to the device and back that are not asynchronous."""
     for writeback, with_grads, offload_to_cpu in itertools.product((False, True), repeat=3):
         options = {"writeback": writeback, "with_grads": with_grads, "offload_to_cpu": offload_to_cpu}
@@ -919,7 +919,7 @@ def test_copies_between_memories_raise_no_false_alarm(option):
         assert not dry.races(tape_of_run(strategy, stepping_and_writing_with_muon, Layer, option)), strategy
 
 
-def test_copies_of_lists_can_be_asynchronous():
+def test_race_detector_treats_foreach_copy_as_asynchronous():
     with dry.taped(values=True) as tape:
         held = accelerator_for(torch.device("cpu")).host_zeros(8, torch.float32, pinned=True)
         torch._foreach_copy_([held], [torch.ones(8)], non_blocking=True)
@@ -952,7 +952,7 @@ def copying_for_checkpoints(model: Any) -> None:
 @pytest.mark.parametrize(
     ("run", "name"), [(taking_snapshots, "snapshot"), (copying_for_checkpoints, "HostMemory.copy")]
 )
-def test_copies_for_checkpoints_are_complete_before_they_are_read(run, name, option):
+def test_checkpoint_copies_complete_before_they_are_read(run, name, option):
     """A snapshot of states on the device waits for each copy, and one of states in host memory at its end."""
     tape = tape_of_run("zero3", run, Layer, option)
     assert not dry.races(tape)
@@ -968,14 +968,14 @@ def by_names(site: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # by itself; after the others it has been looked through
-def test_every_wait_is_needed_by_some_loop_of_all():
+def test_every_stream_wait_is_needed_in_all_scenarios():
     sites = looked_through(RARE)
     for strategy in STRATEGIES:
         sites |= looked_through(of_strategy(strategy, common=True)) | other_scenarios(strategy)
     assert not sites.needless
 
 
-def test_an_event_is_over_after_some_operations_or_a_wait():
+def test_simulated_event_completes_after_lag_or_wait():
     with dry.taped(values=True) as tape:
         streams = accelerator_for(torch.device("cpu")).streams
         first, second = streams.gather.mark(), streams.gather.mark()
@@ -1002,7 +1002,7 @@ def two_accesses(*between: Any) -> dry.Tape:
     return tape
 
 
-def test_what_a_wait_puts_in_order_is_no_race():
+def test_accesses_ordered_by_a_wait_are_no_race():
     here = Origin("", Phase.FORWARD)
     marked, waited = Recorded(1, "compute", here), Waited(1, "gather", "somewhere", here)
     assert not dry.races(two_accesses(marked, waited))
@@ -1017,7 +1017,7 @@ def test_what_a_wait_puts_in_order_is_no_race():
     assert waited_before_marking
 
 
-def test_memory_that_is_freed_is_handed_out_again_by_the_stream_that_owns_it():
+def test_reuse_of_freed_memory_on_its_stream_without_wait_is_a_race():
     here = Origin("", Phase.FORWARD)
     read = Operation("read", "reduce", here, (Access(1, 0, 8),), ())
     entries = [Allocation(1, 8, "compute", here), read, Free(1, 8, "compute", here)]

@@ -1,4 +1,4 @@
-"""An exception in forward or backward, on all ranks, leaves the model as if the failed step had never begun."""
+"""After an exception in forward or backward on all ranks, the model trains as if the step had never begun."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -51,8 +51,8 @@ def learn(strategy: str, failures: dict[int, str]) -> dict[str, Tensor]:
     "strategy", ["zero1", "zero3", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
 )
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_failed_step_leaves_no_trace(world, strategy):
-    """Pending messages of the failed step are not used in the next one."""
+def test_failed_step_does_not_change_later_training(world, strategy):
+    """The next step does not use pending messages of the failed step."""
     expected = run_ranks(world, learn, strategy, {})
     assert_same(run_ranks(world, learn, strategy, {1: "forward", 2: "backward", 4: "backward"}), expected)
 
@@ -82,7 +82,7 @@ class Interrupted:
         self.context.__exit__(None, None, None)
 
 
-def test_an_interrupt_leaves_no_stream_as_the_current_one(monkeypatch):
+def test_keyboard_interrupt_restores_current_stream(monkeypatch):
     stream = InterruptedStream("gather")
     queueing = stream.queueing
     monkeypatch.setattr(stream, "queueing", lambda: Interrupted(queueing()))

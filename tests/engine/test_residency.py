@@ -1,4 +1,4 @@
-"""A unit has one state, which agrees with what modules show and what is in memory after any sequence of calls."""
+"""The state of a unit matches its modules and its memory after any sequence of calls."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def check(unit: Unit) -> None:
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_the_state_agrees_with_modules_and_memory():
+def test_unit_state_matches_modules_and_memory_after_random_calls():
     seen: set[UnitState] = set()
     for seed, strategy in enumerate(ONE_AXIS * 3):
         Program(strategy, seed, seen).run(60)
@@ -198,7 +198,7 @@ def test_the_state_agrees_with_modules_and_memory():
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_it_does_so_on_streams(strategy):
+def test_unit_state_matches_modules_and_memory_on_simulated_streams(strategy):
     seen: set[UnitState] = set()
     for seed in range(2):
         with dry.world(8), dry.taped(values=True):
@@ -206,7 +206,7 @@ def test_it_does_so_on_streams(strategy):
     assert (UnitState.DEFERRED_FREE in seen) == (strategy == "zero3")
 
 
-def test_a_unit_on_the_meta_device_has_no_other_state_until_it_has_values():
+def test_unit_stays_in_meta_state_until_materialized():
     with ExitStack() as stack:
         stack.enter_context(dry.world(2))
         with torch.device("meta"):
@@ -224,7 +224,7 @@ def test_a_unit_on_the_meta_device_has_no_other_state_until_it_has_values():
 
 @pytest.mark.parametrize("reshards", [False, True])
 @on_new_ranks(2, timeout=40)
-def test_a_unit_whose_gather_failed_is_broken_until_it_is_resharded_or_the_step_is_abandoned(reshards):
+def test_failed_all_gather_breaks_unit_until_reshard_or_abandon_step(reshards):
     model = nn.Sequential(Layer(), Layer())
     for layer in model:
         fully_shard(layer)
@@ -235,7 +235,7 @@ def test_a_unit_whose_gather_failed_is_broken_until_it_is_resharded_or_the_step_
     handle = mine.unshard(async_op=True)
     with pytest.raises(RankMismatchError):
         handle.wait()
-    with pytest.raises(RankMismatchError):  # and does not wait for messages that nobody sends
+    with pytest.raises(RankMismatchError):  # without waiting for messages that no rank sends
         handle.wait()
     check(unit)
     broken = unit.residency.state.name
@@ -245,7 +245,7 @@ def test_a_unit_whose_gather_failed_is_broken_until_it_is_resharded_or_the_step_
     assert [broken, unit.residency.state.name] == ["BROKEN", "SHARDED"]
 
 
-def test_a_transition_that_is_not_allowed_names_both_states_and_the_unit():
+def test_invalid_transition_error_names_unit_and_both_states():
     with dry.world(2):
         model = fully_shard(Layer())
         (unit,) = units_in(model)
@@ -276,7 +276,7 @@ def writes_of_states(path: Path) -> Iterator[tuple[str, str]]:
                         yield within, getattr(function, "name", "")
 
 
-def test_one_class_writes_the_state():
+def test_only_residency_writes_unit_state():
     paths = [path for path in PACKAGE.rglob("*.py") if "fullshard.engine" in path.read_text()]  # others have no units
     found = {write for path in paths for write in writes_of_states(path)}
     assert found == {("Residency", "__init__"), ("Residency", "_become")}

@@ -1,6 +1,6 @@
 """A model may do anything between forward and backward. The results are those of unsharded training.
 
-A scenario is written once and run on a plain model and on sharded ones; the bits must be the same.
+Each scenario runs on a plain model and on sharded models. The results must be bitwise equal.
 """
 
 import random
@@ -78,7 +78,7 @@ class Fragile(Layer):
 
 
 def fail_in_between(phase: str, shard: Shard) -> list[Any]:
-    """Fail in each step before it is done properly; the plain model never fails."""
+    """Fail once in each step and then repeat it. The plain model never fails."""
     model = chain(shard, Chain([Layer(), Fragile(), Layer(), Fragile(), Layer()]))
     optimizer = sgd(model)
     left = []
@@ -99,13 +99,13 @@ def fail_in_between(phase: str, shard: Shard) -> list[Any]:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @under_strategies
-def test_a_step_that_failed_leaves_no_trace(phase, strategies):
+def test_failed_step_does_not_change_later_results(phase, strategies):
     run_ranks(2, agree_with_plain, partial(fail_in_between, phase), *strategies)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @on_ranks(2)
-def test_after_a_failure_the_next_forward_finds_and_leaves_all_units_in_order(phase):
+def test_forward_after_failure_leaves_all_units_inactive(phase):
     for strategy in ("zero2", "zero3"):
         model = chain(partial(fully_shard, strategy=strategy), Chain([Layer(), Fragile(), Layer()]))
         model.layers[1].fails = phase
@@ -151,7 +151,7 @@ def the_same_graph_twice(shard: Shard) -> list[Any]:
 
 
 class Peeking(Chain):
-    """Gives the stream after every layer, too."""
+    """Also returns the hidden state after every layer."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         visited = []
@@ -166,7 +166,7 @@ def backward_through_a_part(shard: Shard) -> list[Any]:
     left = []
     for step in range(STEPS):
         _, visited = model(inputs(step))
-        visited[1].square().mean().backward()  # the last layers and the head have no part in it
+        visited[1].square().mean().backward()  # the last layers and the head get no gradient
         left.append(whole_grads(model))
         model.zero_grad()
         _, visited = model(inputs(step))
@@ -215,7 +215,7 @@ def a_module_called_twice(shard: Shard) -> list[Any]:
 
 
 class Choosing(Chain):
-    """Leaves layers out, other ones in every step, and never uses its spare."""
+    """Skips different layers in every step and never uses its spare layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def a_forward_without_backward(shard: Shard) -> list[Any]:
 
 
 def a_layer_alone(shard: Shard) -> list[Any]:
-    """A unit's own forward, outside of its root's."""
+    """Call the forward of a unit outside of the forward of its root."""
     model = chain(shard)
     left = learn(model, steps=2)
     left += learn(model, steps=3, loss_of=lambda m, s: m.layers[1](m.layers[2](inputs(s))).square().mean())
@@ -284,7 +284,7 @@ def a_layer_alone(shard: Shard) -> list[Any]:
 
 
 def a_hold_on_the_graph(shard: Shard) -> list[Any]:
-    """A graph that waits for its backward over several steps."""
+    """Keep a graph for several steps before its backward."""
     model = chain(shard)
     kept = model(inputs(30)).square().mean()
     left = learn_without_writing(model)
@@ -320,11 +320,11 @@ def learn_without_writing(model: nn.Module) -> list[Any]:
     ],
 )
 @under_strategies
-def test_any_order_of_forward_and_backward_gives_plain_bits(scenario, strategies):
+def test_any_order_of_forward_and_backward_matches_plain_bitwise(scenario, strategies):
     run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
-# -- what modules take and give ---------------------------------------------------------------------------------------
+# -- inputs and outputs of modules ------------------------------------------------------------------------------------
 
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -354,7 +354,7 @@ class Giving(Layer):
 
 
 class Taking(Chain):
-    """Every layer gives its output in another form; one gives nothing at all."""
+    """Layers return outputs of different types; one returns None."""
 
     def __init__(self) -> None:
         super().__init__([Giving(form) for form in ("dict", "dataclass", "namedtuple", "list", "none")])
@@ -384,7 +384,7 @@ class Reusing(Layer):
 
 
 class AddingInPlace(Layer):
-    """Gives back the very tensor that it was given, with something else in it."""
+    """Writes its result to its input tensor and returns that tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.add_(super().forward(x.clone()))
@@ -447,7 +447,7 @@ class AttendingChain(Chain):
 
 
 def an_input_of_several_units(leaf: bool, shard: Shard) -> list[Any]:
-    """Its gradient has many terms, whose sum depends on their order."""
+    """The gradient of the input has many terms, whose sum depends on their order."""
     return learn(chain(shard, AttendingChain()), loss_of=lambda m, s: m(inputs(s).requires_grad_(leaf)).square().mean())
 
 
@@ -487,7 +487,7 @@ def hooks_of_users(shard: Shard) -> list[Any]:
     ],
 )
 @under_strategies
-def test_whatever_modules_take_and_give_gives_plain_bits(scenario, strategies):
+def test_any_module_inputs_outputs_and_hooks_match_plain_bitwise(scenario, strategies):
     run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
@@ -552,7 +552,7 @@ def trained_or_frozen_while_unsharded(shard: Shard) -> list[Any]:
 
 
 def units_without_anything_to_train(shard: Shard) -> list[Any]:
-    """At the start, without a sign for the end of their backward, and in the middle, where gradients pass."""
+    """Freeze a first unit, whose backward has no end signal, and a middle unit, which passes gradients on."""
     model = Chain()
     model.layers[0].requires_grad_(False)
     model.layers[2].requires_grad_(False)
@@ -604,7 +604,7 @@ def reshard_after_forward(choice: bool, shard: Shard) -> list[Any]:
 
 
 def whole_after_backward(shard: Shard) -> list[Any]:
-    """Kept whole after backward, units must still see what the optimizer has written."""
+    """Units that stay unsharded after backward must still use the values that the optimizer writes."""
     model = chain(shard)
     if shard is not leave:
         model.set_reshard_after_backward(False)
@@ -638,7 +638,7 @@ def one_unit_whole_after_backward(shard: Shard) -> list[Any]:
     ],
 )
 @under_strategies
-def test_any_choice_of_units_gives_plain_bits(scenario, strategies):
+def test_any_choice_of_units_matches_plain_bitwise(scenario, strategies):
     run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
@@ -689,13 +689,13 @@ def written_between_steps(write: Callable[[nn.Parameter], None], shard: Shard) -
     ],
 )
 @under_strategies
-def test_what_is_written_to_parameters_is_computed_with(write, strategies):
+def test_next_forward_uses_values_written_to_parameters(write, strategies):
     """By any method, and also if unsharded parameters are kept between steps."""
     run_ranks(2, agree_with_plain, partial(written_between_steps, write), *strategies)
 
 
 def after_a_capture(shard: Shard) -> list[Any]:
-    """Steps that nothing is heard of, as those of a CUDA graph that is replayed."""
+    """Write to shards without notification, as a replayed CUDA graph does."""
     model = chain(shard)
     left = learn(model, steps=1)
     with pretending_to_capture():
@@ -710,13 +710,13 @@ def after_a_capture(shard: Shard) -> list[Any]:
 
 
 @under_strategies
-def test_steps_of_a_cuda_graph_are_used_without_a_notification(strategies):
+def test_forward_uses_values_written_by_replayed_cuda_graph(strategies):
     run_ranks(2, agree_with_plain, after_a_capture, *strategies)
 
 
 @pytest.mark.parametrize("options", [{"strategy": "zero1"}, {"reshard_after_forward": False}], ids=str)
 @on_ranks(2)
-def test_a_cuda_graph_gathers_all_that_it_computes_with(options):
+def test_captured_forward_gathers_all_units(options):
     model = chain(partial(fully_shard, **options))
     learn(model, steps=2)
     with torch.no_grad():
@@ -728,7 +728,7 @@ def test_a_cuda_graph_gathers_all_that_it_computes_with(options):
 
 
 @on_ranks(2)
-def test_what_a_cuda_graph_writes_to_stays():
+def test_gradient_buffers_of_captured_backward_stay_allocated():
     model = chain(fully_shard)
     learn(model, steps=1)
     with pretending_to_capture():
@@ -802,12 +802,12 @@ def second_module_of_a_unit_first(shard: Shard) -> list[Any]:
 
 @pytest.mark.parametrize("scenario", [a_method_alongside_forward, whole_by_hand, second_module_of_a_unit_first])
 @under_strategies
-def test_manual_calls_of_units_give_plain_bits(scenario, strategies):
+def test_manual_unshard_and_forward_methods_match_plain_bitwise(scenario, strategies):
     run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
 @on_ranks(2)
-def test_prefetch_follows_the_user_s_choice_from_the_first_step_on():
+def test_explicit_prefetch_order_is_used_from_first_step():
     """Without one, a first forward prefetches nothing; the recorded order of a first backward is forward's reversed."""
     forward = ["", "layers.0", "layers.1", "layers.2", "layers.3"]
     model = chain(fully_shard)
@@ -823,11 +823,11 @@ def test_prefetch_follows_the_user_s_choice_from_the_first_step_on():
     assert order == [*forward, "layers.3", "layers.1", "layers.2", "layers.0"]
 
 
-# -- how many units are whole at once ---------------------------------------------------------------------------------
+# -- number of unsharded units ----------------------------------------------------------------------------------------
 
 
 class Branches(Chain):
-    """Layers side by side over one input."""
+    """Parallel layers on one input."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.head.weight.sum()
@@ -835,15 +835,15 @@ class Branches(Chain):
 
 
 class Starts(Chain):
-    """Layers side by side over inputs that need no gradient: each is the start of a graph."""
+    """Parallel layers on an input without gradient, so that each layer starts a graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(sum(layer(x) for layer in self.layers))
 
 
 @on_ranks(2)
-def test_no_more_units_are_whole_at_once_than_the_present_one_and_the_next():
-    """Even if only the next unit's backward shows the end of the last one's."""
+def test_at_most_two_units_are_unsharded_at_once():
+    """Even if the end of a unit's backward is only detected in the next unit's backward."""
     counts = []
     for model in (Chain(), Branches(), Starts()):
         model = chain(fully_shard, model)
@@ -858,7 +858,7 @@ def test_no_more_units_are_whole_at_once_than_the_present_one_and_the_next():
 
 
 @on_ranks(2)
-def test_after_every_step_all_is_sharded_again():
+def test_all_units_are_resharded_after_every_step():
     for strategy in ONE_AXIS:
         model = chain(partial(fully_shard, strategy=strategy))
         optimizer = sgd(model)
@@ -879,8 +879,8 @@ def test_after_every_step_all_is_sharded_again():
 
 
 @on_ranks(2)
-def test_backward_reads_nothing_that_was_freed():
-    """Views that autograd saved are true again, since the same storage is filled again before they are read."""
+def test_backward_reads_no_freed_memory():
+    """Views that autograd saved are valid, because the same storage is refilled before they are read."""
     expected = learn(chain(fully_shard), steps=1)
     for warm in (0, 3):  # separate memory, then shared
         model = chain(fully_shard)
@@ -906,13 +906,13 @@ class Lending(nn.Module):
 
 
 @on_ranks(2)
-def test_sums_are_not_written_to_gradients_that_autograd_still_reads():
+def test_reduction_does_not_overwrite_gradients_still_read_by_autograd():
     found = []
     for strategy in ("zero3", "ddp"):
         shard = partial(fully_shard, strategy=strategy)
         torch.manual_seed(0)
         model = shard(nn.Sequential(nn.Linear(128, 128), shard(Lending(shard)), nn.Linear(128, 128)))
-        torch.manual_seed(dist.get_rank())  # where all ranks have the same, the mean changes nothing
+        torch.manual_seed(dist.get_rank())  # with equal gradients on all ranks, the mean would change nothing
         model(torch.randn(128, 128)).square().mean().backward()
         found.append(whole_grads(model))
     assert_same(found[1], found[0])
@@ -976,14 +976,14 @@ def test_ranks_with_different_models_raise_the_same_error(difference, stated):
 
 
 @on_ranks(1)
-def test_what_is_no_unit_is_refused():
+def test_set_modules_to_forward_prefetch_rejects_plain_modules():
     model = chain(fully_shard)
     with pytest.raises(StateError, match=r"Linear is not a unit\. Call fully_shard"):
         model.set_modules_to_forward_prefetch([model.head])
 
 
 @on_ranks(2)
-def test_parameters_are_true_dtensors():
+def test_full_tensor_of_parameters_returns_full_values():
     """What `full_tensor()` gives is what this file's quicker way of gathering gives."""
     model = chain(fully_shard)
     learn(model)
@@ -1047,12 +1047,12 @@ def parameters_without_elements(shard: Shard) -> list[Any]:
 
 @under_strategies
 @pytest.mark.parametrize("scenario", [gradients_without_a_sign, parameters_without_elements])
-def test_odd_parameters_give_plain_bits(scenario, strategies):
+def test_unusual_parameters_match_plain_bitwise(scenario, strategies):
     run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
 @on_ranks(2)
-def test_inference_mode_may_precede_training():
+def test_inference_mode_before_training_does_not_change_results():
     """Evaluate in low precision, so that scratch memory is first allocated there."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     left = []

@@ -1,4 +1,4 @@
-"""Ranks with different values of what should be one model: reported immediately, and once."""
+"""Ranks whose models have different values are reported immediately and once."""
 
 import copy
 import pickle
@@ -45,7 +45,7 @@ def forwards(remedy: str) -> list[str]:
 
 
 @pytest.mark.parametrize("remedy", ["none", "seed", "broadcast", "load", "write"])
-def test_ranks_that_drew_different_values_are_reported_once(remedy):
+def test_different_initial_values_on_ranks_are_logged_once(remedy):
     first, second = run_ranks(2, forwards, remedy)
     assert second == []
     assert len(first) == (remedy == "none")
@@ -56,7 +56,7 @@ def test_ranks_that_drew_different_values_are_reported_once(remedy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
 @on_ranks(2)
-def test_values_that_would_never_become_identical_are_an_error(strategy):
+def test_different_initial_values_of_replicated_parameters_raise(strategy):
     options = {"strategy": strategy}
     if options["strategy"] == "hsdp":
         options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -99,7 +99,7 @@ UNCARED = {"none": (2, 3), "thawed": (2, 1), "replaced": (4, 1)}  # the number o
 
 
 @pytest.mark.parametrize("care", [*UNCARED, "sharded", "ignored", "averaged"])
-def test_parameters_outside_units_that_diverge_are_reported_once(care):
+def test_diverging_parameters_outside_units_are_logged_once(care):
     first, second = run_ranks(2, train_with_a_head, care)
     assert second == []
     assert len(first) == (care in UNCARED)
@@ -136,7 +136,7 @@ def one_of_four_differs(what: str) -> str:
         ),
     ],
 )
-def test_a_rank_that_differs_is_reported_identically_on_all_replicas(what, stated):
+def test_one_differing_rank_raises_same_error_on_all_replicas(what, stated):
     messages = run_ranks(4, one_of_four_differs, what)
     assert len(set(messages)) == 1
     assert stated in messages[0]
@@ -154,9 +154,9 @@ def one_of_four_has_another_head() -> list[str]:
     return texts
 
 
-def test_a_rank_that_alone_has_another_head_keeps_no_replica_waiting():
+def test_one_differing_parameter_outside_units_does_not_block_replicas():
     stated = run_ranks(4, one_of_four_has_another_head)
-    assert [len(texts) for texts in stated] == [1, 0, 1, 0]  # one of each replica
+    assert [len(texts) for texts in stated] == [1, 0, 1, 0]  # one per replica
 
 
 def compared_nbytes(layers: int) -> dict[str, list[int]]:
@@ -178,7 +178,7 @@ def compared_nbytes(layers: int) -> dict[str, list[int]]:
     return sent
 
 
-def test_ranks_that_agree_exchange_as_few_bytes_for_a_large_model_as_for_a_small_one():
+def test_comparison_of_equal_ranks_sends_bytes_independent_of_model_size():
     (small, _), (large, _) = (run_ranks(2, compared_nbytes, layers) for layers in (1, 20))
     assert small == large
     assert set(small) == {"comparison of models", "comparison of parameters in no unit"}
@@ -280,7 +280,7 @@ def added_after_sharding(add: Any, optimizer: str, frozen: bool, started: bool) 
 
 
 @on_ranks(2)
-def test_trained_parameters_that_are_added_after_sharding_are_refused():
+def test_trained_parameters_added_after_sharding_raise():
     found = {}
     for number, (add, optimizer) in enumerate((add, optimizer) for add in ADD for optimizer in OPTIMIZERS):
         frozen, started = bool(number % 2), bool(number % 3)
@@ -292,7 +292,7 @@ def test_trained_parameters_that_are_added_after_sharding_are_refused():
 
 
 @on_ranks(2)
-def test_an_optimizer_of_another_model_is_not_refused_for_them():
+def test_optimizer_of_another_model_steps_despite_added_parameters():
     model, other = chain(fully_shard), nn.Linear(4, 4)
     model(inputs()).sum().backward()
     add_head(model)
@@ -333,13 +333,13 @@ def taken_care_of() -> list[Any]:
     return found
 
 
-def test_parameters_that_are_added_after_sharding_and_taken_care_of_are_accepted():
+def test_handled_parameters_added_after_sharding_are_accepted():
     first, second = run_ranks(2, taken_care_of)
     assert_same(first, second)
 
 
 @on_ranks(2)
-def test_ignored_parameters_stay_ignored_when_they_are_replaced():
+def test_replaced_ignored_parameters_stay_ignored():
     """Ignored parameters are new objects after `to_empty` and `load_state_dict(assign=True)`."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -376,7 +376,7 @@ def train_adapters_in_hooks(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["identical", "drawn", "add_param_group", "averaged"])
-def test_adapters_in_hooks_that_diverge_are_reported_once(how):
+def test_diverging_adapters_in_hooks_are_logged_once(how):
     first, second = run_ranks(2, train_adapters_in_hooks, how)
     assert second == []
     assert len(first) == (how != "averaged")
@@ -418,14 +418,14 @@ def train_with_rates(
     ("strategy", "optimizer", "since", "place"),
     [("zero3", "adamw", 0, "group"), ("zero2", "adamw", 17, "tensor"), ("ddp", "adafactor", 17, "group")],
 )
-def test_learning_rates_that_differ_between_ranks_are_reported(strategy, optimizer, since, place):
+def test_different_learning_rates_on_ranks_are_logged(strategy, optimizer, since, place):
     first, second = run_ranks(2, train_with_rates, strategy, optimizer, since, place)
     assert len(first) == sum(step > since for step in (16, 32)) and second == []
     assert all("lr of parameter group 0 is 0.001" in text and "0.0001" in text for text in first)
 
 
 @pytest.mark.parametrize("extra", [0, 3])
-def test_equal_learning_rates_are_not_reported_and_no_rank_waits_for_another(extra):
+def test_equal_learning_rates_are_not_logged_and_comparison_does_not_block(extra):
     first, second = run_ranks(2, train_with_rates, "zero3", "adamw", 100, "group", extra)
     assert not any("hyperparameters" in text for text in first) and second == []
     assert len(first) == (2 if extra else 0)  # the number of steps

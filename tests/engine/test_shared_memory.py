@@ -1,4 +1,4 @@
-"""Ranks on one host share memory: bounded, asleep while they wait, closed to strangers, and gone when they are."""
+"""Ranks on one host share memory. It is bounded, private to the ranks, and freed with them; waiting ranks sleep."""
 
 import gc
 import os
@@ -111,7 +111,7 @@ def meet() -> Iterator[Callable[[Ranks], list[Any]]]:
             result.close()
 
 
-def test_published_data_is_kept_until_it_was_read(meet):
+def test_published_block_is_kept_until_read(meet):
     first, second = meet(Ranks(2))
     sent = torch.arange(5.0)
     block = first.take(sent.nbytes)
@@ -124,21 +124,21 @@ def test_published_data_is_kept_until_it_was_read(meet):
     assert first.take(sent.nbytes) is block
 
 
-def test_blocks_are_used_again_and_replaced_by_larger_ones(meet):
+def test_blocks_are_reused_and_replaced_by_larger_blocks(meet):
     first, second = meet(Ranks(2))
     for collective in range(1, 50):
         block = first.take(collective * 1000)
         first.publish((collective, 0), block)
         second.have_read(second.published((collective, 0)))
     assert len(first.blocks) == 1
-    second.take(1)  # has it look at its messages
+    second.take(1)  # makes it read its messages
     assert [len(other.blocks) for other in second._others.values()] == [1]
 
 
 @pytest.mark.parametrize(
     ("patience_s", "is_due", "waits"), [(60.0, True, True), (0.01, True, False), (3600.0, False, False)]
 )
-def test_one_with_patience_has_the_same_block_again_if_it_is_due(meet, monkeypatch, patience_s, is_due, waits):
+def test_patient_take_waits_for_block_that_is_due(meet, monkeypatch, patience_s, is_due, waits):
     monkeypatch.setattr(peers, "_PATIENCE_S", patience_s)
     first, second = meet(Ranks(2))
     block = first.take(100)
@@ -151,10 +151,10 @@ def test_one_with_patience_has_the_same_block_again_if_it_is_due(meet, monkeypat
     if not waits:
         reader.start()
     reader.join()
-    assert first.take(1000, patiently=True).memory.nbytes >= 1000  # too large for any that one could wait for
+    assert first.take(1000, patiently=True).memory.nbytes >= 1000  # larger than any block that it could wait for
 
 
-def test_free_blocks_can_be_given_up_and_others_not(meet):
+def test_drop_free_releases_only_free_blocks(meet):
     first, second = meet(Ranks(2))
     busy, free = first.take(100), first.take(100)
     for collective, block in enumerate((busy, free)):
@@ -166,7 +166,7 @@ def test_free_blocks_can_be_given_up_and_others_not(meet):
     assert [len(other.blocks) for other in second._others.values()] == [1]
 
 
-def test_a_rank_knows_that_all_have_published(meet):
+def test_have_all_published_is_true_after_all_ranks_publish(meet):
     first, second, third = meet(Ranks(3))
     assert not first.have_all_published((1, 0))
     second.publish((1, 0), second.take(8))
@@ -176,7 +176,7 @@ def test_a_rank_knows_that_all_have_published(meet):
     assert len(first.published((1, 0))) == 2
 
 
-def test_what_is_reported_of_one_collective_is_not_taken_for_another(meet):
+def test_published_blocks_and_fingerprints_match_their_collective(meet):
     first, second = meet(Ranks(2))
     for collective in (1, 2):  # the first is never asked for, as after an exception
         block = first.take(8)
@@ -187,13 +187,13 @@ def test_what_is_reported_of_one_collective_is_not_taken_for_another(meet):
     assert [second.next_fingerprints() for _ in range(2)] == [{0: b"\1"}, {0: b"\2"}]
 
 
-def test_a_missing_rank_is_waited_for_until_the_timeout_of_the_group(meet):
+def test_waiting_for_missing_rank_raises_after_group_timeout(meet):
     first, _ = meet(Ranks(2, timeout_s=0.2))
     with pytest.raises(dist.DistError, match=r"Timed out: rank 0 .* rank 1 for 0.2 s"):
         first.published((1, 0))
 
 
-def test_one_that_has_ended_is_an_error_once_its_last_message_is_read(meet):
+def test_closed_peer_raises_after_its_last_message_is_read(meet):
     first, second = meet(Ranks(2))
     second.publish((1, 0), second.take(8))
     second.close()
@@ -202,7 +202,7 @@ def test_one_that_has_ended_is_an_error_once_its_last_message_is_read(meet):
         first.published((2, 0))
 
 
-def test_shared_memory_is_visible_to_all_ranks_and_freed_with_the_last(meet):
+def test_shared_memory_is_visible_to_all_ranks_and_freed_after_last_use(meet):
     first, second = meet(Ranks(2))
     memories = [first.rank_shared([100, 5000], 1), second.rank_shared([100, 5000], 1)]
     like = [torch.empty(25)]
@@ -217,7 +217,7 @@ def mapped_blocks() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:fullshard")
 
 
-def test_actions_that_wait_for_all_ranks_run_once_in_a_waiting_thread(meet):
+def test_signalled_actions_run_once_in_waiting_thread(meet):
     first, second = meet(Ranks(2))
     done: list[str] = []
     first.when_signalled((1, 0), lambda: done.append("one"))
@@ -236,8 +236,8 @@ def test_actions_that_wait_for_all_ranks_run_once_in_a_waiting_thread(meet):
 
 
 @pytest.mark.slow
-def test_a_full_socket_is_emptied_by_the_one_that_waits(meet):
-    """Both may have more to say than the system keeps, before either listens."""
+def test_waiting_rank_drains_full_socket(meet):
+    """Both ranks may send more than the socket buffers hold before either reads."""
     first, second = meet(Ranks(2))
     count = 2000
 
@@ -257,7 +257,7 @@ def test_a_full_socket_is_emptied_by_the_one_that_waits(meet):
         assert not thread.is_alive()
 
 
-def test_a_stranger_is_not_taken_for_a_rank(meet):
+def test_unknown_connection_is_rejected_as_peer(meet):
     class Visited(Ranks):
         def exchange(self, rank: int, local: bytes) -> list[bytes]:
             addresses = super().exchange(rank, local)
@@ -278,8 +278,8 @@ def test_a_stranger_is_not_taken_for_a_rank(meet):
     assert len(first.published((1, 0))) == 1
 
 
-def test_nothing_is_sent_to_another_user_who_listens_at_the_name_of_a_rank(monkeypatch):
-    """A name is free again when its rank has ended, and all users of the host can see it."""
+def test_connect_sends_nothing_to_socket_of_another_user(monkeypatch):
+    """A socket name is free again after its rank ended, and all users of the host can see it."""
     monkeypatch.setattr(peers, "_user_of", lambda connection: os.geteuid() + 1)
     name = f"\0fullshard-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
@@ -296,13 +296,13 @@ def test_nothing_is_sent_to_another_user_who_listens_at_the_name_of_a_rank(monke
             assert accepted.recv(100) == b""
 
 
-def test_ranks_on_several_hosts_share_nothing_and_agree_on_that(meet, monkeypatch):
+def test_connect_fails_on_every_rank_if_hosts_differ(meet, monkeypatch):
     hosts = iter("abb")
     monkeypatch.setattr(peers, "host_identity", lambda: next(hosts))
     assert meet(Ranks(3)) == ["they are on 2 hosts"] * 3
 
 
-def test_one_that_cannot_connect_is_enough(meet, monkeypatch):
+def test_connect_fails_on_every_rank_if_one_rank_cannot_connect(meet, monkeypatch):
     connect_all = peers._connect_all
 
     def fail(sockets: Any, listener: Any, addresses: Any, rank: int) -> None:
@@ -319,7 +319,7 @@ def test_one_that_cannot_connect_is_enough(meet, monkeypatch):
 
 @pytest.mark.parametrize(("host", "falls_back"), [("{rank}", True), ("one", False)])
 @on_new_ranks(2)
-def test_ranks_on_several_hosts_send_messages(host, falls_back):
+def test_ranks_on_several_hosts_fall_back_to_messages(host, falls_back):
     expected = torch.tensor([0.0, 1.0])
     peers.host_identity = lambda: host.format(rank=dist.get_rank())
     fell_back, gathered = transport().peers is None, gather(transport())
@@ -328,7 +328,7 @@ def test_ranks_on_several_hosts_send_messages(host, falls_back):
 
 
 @on_new_ranks(2)
-def test_one_rank_that_has_it_switched_off_is_enough():
+def test_shared_memory_is_disabled_if_one_rank_disables_it():
     share_memory_between_ranks(dist.get_rank() == 0)
     assert transport().peers is None
 
@@ -336,7 +336,7 @@ def test_one_rank_that_has_it_switched_off_is_enough():
 @pytest.mark.parametrize(
     ("value", "shares"), [pytest.param(*case, marks=pytest.mark.slow) for case in (("0", False), ("1", True))]
 )
-def test_the_environment_switches_it_off(value, shares):
+def test_environment_variable_disables_shared_memory(value, shares):
     published = subprocess.run(
         [
             sys.executable,
@@ -352,7 +352,7 @@ def test_the_environment_switches_it_off(value, shares):
 
 
 @on_new_ranks(2)
-def test_training_needs_one_block_and_not_more_with_time():
+def test_number_of_shared_memory_blocks_stays_bounded_during_training():
     """For what is reduced: the memory that gathers needed before units took turns on common memory is given up. There
     is one more, and stays, where the other rank was late once.
     """
@@ -367,7 +367,7 @@ def test_training_needs_one_block_and_not_more_with_time():
 
 
 @on_new_ranks(2)
-def test_whole_gradients_do_not_wait_for_the_next_unit_once_all_ranks_have_reported():
+def test_unit_reduction_completes_before_next_unit_once_all_ranks_publish():
     """No later unit could check the last unit."""
     model = chain(fully_shard)
     visited: list[list[bool]] = []
@@ -394,7 +394,7 @@ def test_whole_gradients_do_not_wait_for_the_next_unit_once_all_ranks_have_repor
 
 
 @on_new_ranks(2)
-def test_no_rank_waits_for_a_block_that_others_cannot_read_yet():
+def test_ranks_do_not_wait_for_blocks_that_peers_cannot_read_yet():
     """Units with two messages a reduction, and gathers that go through blocks as reductions do."""
     peers._PATIENCE_S = 3600.0
     share_memory_between_units(False)
@@ -435,13 +435,13 @@ GROUPED = Placements(
     [("zero3", 2, True), ("zero2", 2, True), ("zero1", 2, None), ("ddp", 2, None), (GROUPED, 4, False)],
     ids=["zero3", "zero2", "zero1", "ddp", "grouped"],
 )
-def test_units_that_take_turns_on_memory_have_it_in_common_with_other_ranks(strategy, ranks, expected):
+def test_unit_buffers_are_shared_between_ranks_by_strategy(strategy, ranks, expected):
     """A gathered parameter exists once per host. Parameters kept between steps have their own memory on each rank."""
     for slots in run_ranks(ranks, common_slots, strategy):
         assert set(slots) == (set() if expected is None else {expected})
 
 
-def test_one_rank_whose_units_do_not_take_turns_is_enough_to_have_none_in_common():
+def test_no_buffers_are_shared_if_one_rank_disables_sharing_between_units():
     for slots in run_ranks(2, common_slots, "zero3", False):
         assert set(slots) == {False}
 
@@ -471,14 +471,14 @@ def look_up(shares: bool) -> tuple[list[bool], list[Tensor]]:
     return [unit.slot.is_rank_shared for unit in units_in(model)], outputs
 
 
-def test_what_a_forward_is_known_to_write_to_is_each_rank_s_own():
+def test_parameters_written_in_forward_are_not_shared_between_ranks():
     shared, sent = (run_ranks(2, look_up, shares) for shares in (True, False))
     assert [slots for slots, _ in shared] == [[False]] * 2
     assert_same(shared, sent)
 
 
 @on_new_ranks(2)
-def test_memory_in_common_is_freed_with_the_model():
+def test_rank_shared_memory_is_freed_with_model():
     before = mapped_blocks()
     model = chain(fully_shard)
     steps(model, range(3))
@@ -500,7 +500,7 @@ def leave_on_one_rank() -> str:
     return str(raised.value)
 
 
-def test_a_unit_that_leaves_the_memory_in_common_on_one_rank_only_is_an_error_on_all():
+def test_leaving_rank_shared_memory_on_one_rank_raises_on_every_rank():
     messages = run_ranks(2, leave_on_one_rank)
     assert messages[0] == messages[1]
     assert "rank 0 started all_gather of layers.1" in messages[0]
@@ -518,7 +518,7 @@ def agree_on_one_rank() -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_gathers_while_others_agree_on_memory_in_common_is_an_error_on_all():
+def test_all_gather_during_agreement_on_shared_memory_raises_on_every_rank():
     messages = run_ranks(2, agree_on_one_rank, timeout=15)
     assert messages[0] == messages[1]
     assert "rank 0 started agreement on shared memory after a backward; rank 1 started all_gather" in messages[0]
@@ -537,7 +537,7 @@ def call_without_backward(shares: bool, steps_with_more: Iterable[int]) -> tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps_with_more", "expected"), [([0, 1], True), (range(5), False)])
-def test_a_forward_without_backward_on_one_rank_keeps_no_other_waiting(steps_with_more, expected):
+def test_forward_without_backward_on_one_rank_does_not_block_other_ranks(steps_with_more, expected):
     """That rank still awaits a backward when the microbatch of others is over, and they agree on nothing then."""
     shared, sent = (run_ranks(2, call_without_backward, of, steps_with_more, timeout=30) for of in (True, False))
     assert [set(slots) for slots, _ in shared] == [{expected}] * 2
@@ -561,7 +561,7 @@ def trained(shares: bool, axes: tuple[int, ...], precision: MixedPrecisionPolicy
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [(2,), *(pytest.param(axes, marks=pytest.mark.slow) for axes in ((4,), (2, 2)))])
-def test_training_gives_the_same_bits_with_and_without(axes):
+def test_training_with_shared_memory_matches_messages_bitwise(axes):
     ranks = 2 if axes == (2,) else 4
     for precision in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
         shared, sent = (run_ranks(ranks, trained, shares, axes, precision) for shares in (True, False))
@@ -580,7 +580,7 @@ def wait_long() -> float:
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_sleeps():
+def test_waiting_rank_uses_little_cpu_time():
     assert run_ranks(2, wait_long)[0] < 0.5
 
 
@@ -616,7 +616,7 @@ os._exit(0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["alone", pytest.param("fork", marks=pytest.mark.slow)])
-def test_nothing_is_left_behind_when_a_rank_is_killed(how):
+def test_killed_rank_leaves_no_files_memory_or_sockets(how):
     """Neither files nor memory. The other rank gets an error immediately, even if a child of the killed rank lives."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -690,7 +690,7 @@ def two_groups() -> tuple[Tensor, Tensor]:
     return wholes[0], wholes[1]
 
 
-def test_two_groups_share_memory_each_of_its_own():
+def test_two_process_groups_use_separate_shared_memory():
     for rank, (row, column) in enumerate(run_ranks(4, two_groups)):
         assert row.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert column.tolist() == [rank % 2, rank % 2 + 2]

@@ -75,19 +75,19 @@ def fail_on_one() -> None:
     dist.barrier()
 
 
-def test_calls_share_processes_and_the_numbers_of_a_new_one():
+def test_run_ranks_reuses_processes_and_resets_random_state():
     first, *others = [run_ranks(2, train) for _ in range(4)]
     assert others == [first] * 3
     assert run_ranks(2, random) == run_ranks(2, random)
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: getattr(switch, "func", switch).__name__)
-def test_ranks_that_are_not_as_they_were_found_are_replaced(switch):
+def test_run_ranks_replaces_ranks_whose_global_state_changed(switch):
     flipped = run_ranks(2, flip, switch)
     assert set(flipped).isdisjoint(run_ranks(2, train))
 
 
-def test_a_failure_is_reported_and_the_next_call_has_new_ranks():
+def test_run_ranks_raises_failure_and_starts_new_ranks():
     before = run_ranks(2, train)
     with pytest.raises(RanksFailed, match="1 of 2 failed") as caught:
         run_ranks(2, fail_on_one)

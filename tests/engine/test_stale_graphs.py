@@ -1,4 +1,4 @@
-"""Writes to parameters between a forward and its backward: what plain PyTorch refuses is refused, the rest is equal."""
+"""Writes to parameters between forward and backward raise if plain PyTorch raises, and match it otherwise."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -97,7 +97,7 @@ def grads(model: nn.Module) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @on_ranks(2)
-def test_refusals_are_those_of_plain_pytorch(strategy):
+def test_backward_after_in_place_writes_raises_exactly_as_in_plain_pytorch(strategy):
     outcomes = Counter[bool]()
 
     @given(ROUNDS, st.lists(st.integers(0, 2), unique=True))

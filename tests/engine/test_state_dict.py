@@ -1,4 +1,4 @@
-"""State dicts of sharded modules: the user's own FQNs and values, whole or sharded, wherever they are loaded."""
+"""State dicts of sharded modules have the user's FQNs and values, full or sharded, and load at any world size."""
 
 import copy
 import io
@@ -136,7 +136,7 @@ def adam(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam((param for param in net.parameters() if param.requires_grad), lr=1e-2)
 
 
-# -- the ways of sharding ---------------------------------------------------------------------------------------------
+# -- ways of sharding -------------------------------------------------------------------------------------------------
 
 
 def by_function(net: Model, *, tied_separately: bool = False, **options: Any) -> Model:
@@ -254,8 +254,8 @@ def local(tensor: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks("world")
-def test_state_dicts_have_the_user_s_own_names_and_values(world):
-    """In the order of the user's model, before and after training, under every strategy."""
+def test_model_state_dicts_have_original_fqns_and_values(world):
+    """In the order of the original model, before and after training, under every strategy."""
     for name in SHARDINGS:
         compare_state_dicts(name, "zero3")
     for strategy in (*ONE_AXIS, "hsdp", "hsdp_zero2"):
@@ -264,8 +264,8 @@ def test_state_dicts_have_the_user_s_own_names_and_values(world):
 
 
 @on_ranks(2)
-def test_a_full_state_dict_does_not_change_with_further_training():
-    """Neither do buffers and ignored parameters in it: what was the best model so far stays so."""
+def test_full_state_dict_does_not_change_during_later_training():
+    """Buffers and ignored parameters in it do not change either, so that it can hold the best model so far."""
     for strategy in ONE_AXIS:
         net = by_wrapper(model(), strategy=strategy)
         state = net.state_dict()
@@ -303,7 +303,7 @@ def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def test_rank0_only_leaves_other_ranks_without_entries_and_sharded_states_send_nothing():
+def test_rank0_only_returns_empty_dict_elsewhere_and_sharded_sends_nothing():
     whole = len(model().state_dict())
     (first, sent), *others = run_ranks(3, states_with_options)
     assert (first, sent) == ([whole, whole], [])
@@ -320,12 +320,12 @@ def first_rank_of_a_mesh_in_the_middle() -> int:
     return -1
 
 
-def test_rank0_only_means_the_first_rank_of_the_mesh():
+def test_rank0_only_selects_first_rank_of_mesh():
     assert run_ranks(4, first_rank_of_a_mesh_in_the_middle) == [-1, 2, 0, -1]
 
 
 @on_ranks(2)
-def test_state_dicts_hold_the_stored_dtype_whatever_computes():
+def test_state_dicts_keep_stored_dtype_with_mixed_precision():
     """bfloat16 compute leaves the stored float32 in every state dict, bit for bit, and buffers unchanged."""
     plain = dict(model().state_dict())
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -411,8 +411,8 @@ LOADS = [load_full, load_mapped, load_safetensors, load_dcp]
         pytest.param(3, "zero2", "nested wrappers", 1, marks=pytest.mark.slow),
     ],
 )
-def test_what_was_saved_is_loaded_at_any_world_size_under_any_strategy(tmp_path, saved_by, strategy, shard, loaded_by):
-    """Whole or sharded, by files of three kinds, bit for bit, and loading full tensors sends nothing."""
+def test_saved_model_loads_at_any_world_size_under_any_strategy(tmp_path, saved_by, strategy, shard, loaded_by):
+    """Full or sharded, from three file formats, bitwise equal. Loading full tensors sends nothing."""
     expected = run_ranks(saved_by, save_after_steps, str(tmp_path), shard, strategy)[0]
     run_ranks(loaded_by, load_everywhere, str(tmp_path), expected)
 
@@ -443,7 +443,7 @@ def misshape_a_shard(state: dict[str, Any]) -> None:
     ],
 )
 @on_ranks(2)
-def test_what_does_not_fit_is_named_on_every_rank_as_the_user_calls_it(spoil, stated):
+def test_load_state_dict_raises_on_every_rank_with_original_fqns(spoil, stated):
     """Before any communication, through any wrappers."""
     messages = []
     for name, shard in SHARDINGS.items():
@@ -462,7 +462,7 @@ def test_what_does_not_fit_is_named_on_every_rank_as_the_user_calls_it(spoil, st
 
 
 @on_ranks(2)
-def test_assigned_state_is_what_trains():
+def test_training_uses_state_loaded_with_assign():
     """Assigned tensors replace parameters, on any device and of any dtype."""
     expected = dict(model().state_dict())
     for strategy in ONE_AXIS:
@@ -487,7 +487,7 @@ def test_assigned_state_is_what_trains():
 
 
 @on_ranks(2)
-def test_state_is_assigned_to_a_module_in_two_places():
+def test_assign_loads_module_registered_twice():
     layer = nn.Linear(6, 6)
     values = {name: torch.full_like(value, 0.5) for name, value in layer.state_dict().items()}
     net = nn.Sequential(layer, layer)
@@ -500,7 +500,7 @@ def test_state_is_assigned_to_a_module_in_two_places():
 
 
 @on_ranks(2)
-def test_state_is_assigned_to_a_tied_weight_whose_other_modules_were_removed():
+def test_assign_loads_tied_weight_after_other_owners_are_removed():
     for strategy, kept, whole in product(ONE_AXIS, range(3), (True, False)):
         net, other = (nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))) for _ in range(2))
         for layers in (net, other):
@@ -518,7 +518,7 @@ def test_state_is_assigned_to_a_tied_weight_whose_other_modules_were_removed():
 
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks("world")
-def test_a_state_dict_of_several_dtypes_is_saved_by_torch(world):
+def test_state_dict_with_several_dtypes_round_trips_through_torch_save(world):
     for strategy in ONE_AXIS:
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3).double(), nn.PReLU(1), nn.LSTM(3, 2).bfloat16())
         net.register_parameter("none", nn.Parameter(torch.empty(0, dtype=torch.float64)))
@@ -530,13 +530,13 @@ def test_a_state_dict_of_several_dtypes_is_saved_by_torch(world):
         assert_same(torch.load(file), state, name=strategy)
 
         with torch.no_grad():
-            for value in state.values():  # they share memory with the parameters, as those of other models
+            for value in state.values():  # they share memory with the parameters, as in plain models
                 value.fill_(0.25)
         assert all((param.full_tensor() == 0.25).all() for param in net.parameters())
 
 
 @on_ranks(2)
-def test_a_dtype_is_assigned_to_all_parameters_that_shared_one():
+def test_assign_changes_dtype_only_for_all_parameters_of_a_group():
     for shard in (by_function, by_wrapper):
         net, plain = shard(model()), model()
         state = {
@@ -556,7 +556,7 @@ def test_a_dtype_is_assigned_to_all_parameters_that_shared_one():
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_state_dict_materializes_a_model_on_the_meta_device():
+def test_load_state_dict_materializes_meta_device_model():
     """Shard on the meta device, then load: no initialization is ever computed."""
     for strategy in ONE_AXIS:
         for assign in (False, True):
@@ -571,7 +571,7 @@ def test_a_state_dict_materializes_a_model_on_the_meta_device():
 
 
 @on_ranks(2)
-def test_a_state_dict_of_a_model_on_the_meta_device_has_its_names_and_shapes():
+def test_meta_device_model_has_meta_state_dict_with_original_fqns():
     net = by_function(model(device="meta"))
     state = net.state_dict()
     assert all(value.is_meta for value in tensors_of(state).values())
@@ -580,7 +580,7 @@ def test_a_state_dict_of_a_model_on_the_meta_device_has_its_names_and_shapes():
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_sharded_state_dicts_of_one_strategy_are_loaded_under_another():
+def test_sharded_state_dict_loads_under_any_other_strategy():
     """Load sharded state dicts of one strategy directly into all others, without changes."""
     for given in ONE_AXIS:
         source = by_function(model(seed=1), strategy=given).state_dict()
@@ -596,7 +596,7 @@ def test_sharded_state_dicts_of_one_strategy_are_loaded_under_another():
 
 
 @on_ranks(2)
-def test_what_is_loaded_between_steps_is_computed_with():
+def test_next_forward_uses_values_loaded_between_steps():
     """Loaded values are used in the next forward, also with unsharded parameters that are kept."""
     plain = model(seed=1).eval()
     for strategy in ONE_AXIS:
@@ -623,7 +623,7 @@ def use_within_forward(hooked: nn.Module, use: Callable[[], Any], run: Callable[
 
 
 @on_ranks(1)
-def test_state_dicts_within_a_forward_are_refused():
+def test_state_dict_within_forward_raises():
     for shard in (by_function, by_wrapper):
         net = shard(model())
         for use in (net.state_dict, lambda net=net: net.load_state_dict({})):
@@ -634,7 +634,7 @@ def test_state_dicts_within_a_forward_are_refused():
 
 
 @on_ranks(2)
-def test_state_dicts_while_summoned_are_whole():
+def test_state_dict_within_summon_full_params_is_full():
     """Within `summon_full_params` a state dict is whole, and one that is loaded is written back."""
     for strategy in ONE_AXIS:
         for shard in (by_function, by_wrapper):
@@ -687,7 +687,7 @@ def copied(state: Any) -> Any:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_torch_s_helpers_resume_model_and_optimizer():
+def test_torch_state_dict_helpers_resume_model_and_optimizer():
     for strategy in ("ddp", "zero3"):
         resume_by_torch_s_helpers(partial(by_function, strategy=strategy))
     resume_by_torch_s_helpers(by_wrapper)
@@ -713,7 +713,7 @@ class Renamed(nn.Linear):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 @on_ranks(2)
-def test_state_dicts_whose_keys_hooks_rename_can_be_copied_and_saved(strategy):
+def test_state_dict_with_keys_renamed_by_hooks_can_be_copied_and_saved(strategy):
     model = fully_shard(nn.Sequential(Renamed(), nn.Linear(4, 4)), strategy=strategy)
     model(torch.ones(1, 4)).sum().backward()
     expected = gathered(dict(model.named_parameters()))

@@ -28,9 +28,9 @@ from fullshard._dry_compat import storage_watch
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
-BUCKET = 3 * 10**4  # bytes: fewer than some weights have
+BUCKET = 3 * 10**4  # bytes; some weights are larger
 
-# A parameter: its shape, the mesh that it is sharded over, along which dim, and whether it is placed on `ep` first.
+# Parameters: shape, mesh to shard over, dim to shard along, and whether they are distributed over `ep` first.
 PARAMETERS = st.tuples(
     st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(1, 3)),
     st.sampled_from(["of the unit", "efsdp", "ep", "both"]),
@@ -49,7 +49,7 @@ def expected() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 @on_ranks("world")
-def test_weights_arrive_whole_by_the_user_s_names(world):
+def test_stream_weights_yields_full_weights_under_original_names(world):
     ways: list[Any] = [partial(shard, strategy=strategy) for strategy in ONE_AXIS]
     ways += [partial(shard, tied_in_two_units=True), by_wrapper, lambda model: model]
     ways.append(partial(shard, shard_placement_fn=lambda param: Shard(1) if param.ndim == 2 else None))
@@ -61,12 +61,12 @@ def test_weights_arrive_whole_by_the_user_s_names(world):
         model = way(small_gpt(blocks=2))
         for bucket in (1, BUCKET, 2**40):
             streamed = list(stream_weights(model, bucket_bytes=bucket))
-            assert [name for name, _ in streamed] == list(expected())  # tied ones once
+            assert [name for name, _ in streamed] == list(expected())  # tied weights appear once
             assert_same(dict(streamed), expected())
 
 
 @on_ranks(2)
-def test_a_bucket_is_one_collective_and_all_that_is_held():
+def test_stream_weights_runs_one_all_gather_per_bucket_and_bounds_memory():
     model = shard(small_gpt(blocks=2))
     with storage_watch() as watch, recording() as record:
         for _, weight in stream_weights(model, bucket_bytes=BUCKET, dtype=torch.bfloat16):
@@ -79,7 +79,7 @@ def test_a_bucket_is_one_collective_and_all_that_is_held():
 
 
 @on_ranks(2)
-def test_weights_are_cast_renamed_left_out_and_given_to_one_rank():
+def test_stream_weights_casts_renames_filters_and_sends_to_one_rank():
     model = shard(small_gpt(blocks=2))
     model.register_buffer("kept", torch.ones(3))
     model.register_buffer("unkept", torch.ones(3), persistent=False)
@@ -101,7 +101,7 @@ def test_weights_are_cast_renamed_left_out_and_given_to_one_rank():
 
 
 @on_ranks(4)
-def test_weights_of_tensor_parallelism_arrive_whole():
+def test_stream_weights_yields_full_weights_under_tensor_parallelism():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5))
@@ -124,7 +124,7 @@ def stream_from_several_meshes(
     for number, (shape, over, dim, is_placed) in enumerate(parameters):
         value = torch.randn(shape, generator=torch.Generator().manual_seed(number))
         plain[f"{number % units}.p{number}"] = value if dtype is None else value.to(dtype)
-        is_placed = is_placed and over == "efsdp"  # experts: each rank of `ep` has its own
+        is_placed = is_placed and over == "efsdp"  # like experts: each rank of `ep` has different ones
         param = nn.Parameter(distribute_tensor(value, mesh["ep"], [Shard(0)]) if is_placed else value)
         setattr(model[number % units], f"p{number}", param)
         chosen = None if dim is None else Shard(dim)
@@ -144,5 +144,5 @@ def stream_from_several_meshes(
     bucket=st.sampled_from([1, 500, 2**30]),
     dtype=st.sampled_from([None, torch.bfloat16]),
 )
-def test_weights_of_one_unit_on_several_meshes_arrive_whole(parameters, units, strategy, bucket, dtype):
+def test_stream_weights_yields_full_weights_of_units_on_several_meshes(parameters, units, strategy, bucket, dtype):
     run_ranks(4, stream_from_several_meshes, parameters, units, strategy, bucket, dtype)

@@ -1,4 +1,4 @@
-"""`summon_full_params`: full parameters in the user's hands, and what becomes of changes to them."""
+"""`summon_full_params`: full parameters inside the context, and which changes to them are kept."""
 
 import copy
 import gc
@@ -76,7 +76,7 @@ def plain() -> SmallGPT:
 
 
 def same_batch(step: int) -> Tensor:
-    """On every rank, so that one process alone can be compared with."""
+    """Return the same batch on every rank, so that results can be compared with those of one process."""
     return batch(step, sequences=4)
 
 
@@ -92,13 +92,13 @@ def names_of(parameters: Any) -> list[str]:
     return [name for name, _ in parameters]
 
 
-# -- looking ----------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @on_ranks("world")
-def test_parameters_are_whole_and_plain_within_and_shards_after(world):
+def test_summon_full_params_unshards_parameters_and_restores_shards(world):
     for way in WAYS:
         model, reference = sharded(way), plain()
         optimizer, other = adamw(model), adamw(reference)
@@ -111,19 +111,22 @@ def test_parameters_are_whole_and_plain_within_and_shards_after(world):
                 assert {type(param) for param in found.values()} == {nn.Parameter}
                 assert all(found[name].requires_grad == expected[name].requires_grad for name in found)
                 assert all(param.grad is None for param in found.values())
-                assert model.head.weight is model.embedding.weight  # tied as ever
+                assert model.head.weight is model.embedding.weight  # still tied
             after = dict(model.named_parameters())
-            assert all(after[name] is before[name] for name in before)  # what the optimizer knows
+            assert all(after[name] is before[name] for name in before)  # the objects that the optimizer holds
             assert all(isinstance(param, DTensor) for param in after.values())
             assert_same(step(model, optimizer, number), step(reference, other, number), name=str(way))
 
 
-# -- changing ---------------------------------------------------------------------------------------------------------
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def change(model: nn.Module, replaces: bool = False) -> None:
-    """Change weights in all ways that users do; also by replacing a parameter, if the optimizer allows it."""
+    """Modify weights in the ways that users do.
+
+    With `replaces`, also replace a parameter. The optimizer of a plain model would not see the new one.
+    """
     for param in model.parameters():
         param.mul_(1.25)
     model.blocks[0].up.weight.data = model.blocks[0].up.weight.data.flip(0)
@@ -141,19 +144,19 @@ def change(model: nn.Module, replaces: bool = False) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("writeback", [True, pytest.param(False, marks=pytest.mark.slow)])
 @on_ranks(2)
-def test_changes_are_kept_as_requested_and_computed_with(writeback):
-    """Under every strategy, also where full parameters stay in memory between steps."""
+def test_summon_full_params_keeps_changes_only_with_writeback(writeback):
+    """Test every strategy, including those that keep unsharded parameters in memory between steps."""
     for way in WAYS:
         model, reference = sharded(way), plain()
         if way[0] == "fully_shard":
-            model.set_reshard_after_backward(False)  # so that the unsharded parameters are kept and gathered again
+            model.set_reshard_after_backward(False)  # keep unsharded parameters, which are then gathered again
         optimizer, other = adamw(model), adamw(reference)
         for number in range(2):
             assert_same(step(model, optimizer, number), step(reference, other, number), name=str(way))
         with recording() as record, summon_full_params(model, writeback=writeback):
             change(model, replaces=True)
             assert model.blocks[0].up.weight.shape == (192, 97)
-        assert record.names() == []  # gathered as any DTensor is, not by the engine
+        assert record.names() == []  # DTensor gathers the parameters, not the engine
         if writeback:
             change(reference)
             assert not model.embedding.weight.requires_grad
@@ -167,7 +170,7 @@ def test_changes_are_kept_as_requested_and_computed_with(writeback):
 
 
 def summon_on_the_first_rank() -> list[bool]:
-    """Return whether this rank's modules had unsharded parameters, and that it held no other rank's parameters."""
+    """Return, per model, whether this rank had unsharded parameters. Check that other ranks hold no memory for them."""
     visited = []
     for way in FEW:
         model = sharded(way)
@@ -183,7 +186,7 @@ def summon_on_the_first_rank() -> list[bool]:
                     found["norm.weight"].zero_()  # not kept
             else:
                 assert all(isinstance(param, DTensor) for param in found.values())
-                for _ in range(3000):  # the process group's thread may still hold what it has sent
+                for _ in range(3000):  # the process group's thread may still hold send buffers
                     if not watch.live_bytes():
                         break
                     sleep(0.01)
@@ -193,7 +196,7 @@ def summon_on_the_first_rank() -> list[bool]:
 
 
 @pytest.mark.slow
-def test_rank0_only_leaves_other_ranks_their_shards_and_costs_them_no_memory():
+def test_rank0_only_keeps_other_ranks_sharded_without_extra_memory():
     first, *others = run_ranks(3, summon_on_the_first_rank)
     assert all(first)
     assert not any(any(visited) for visited in others)
@@ -201,8 +204,8 @@ def test_rank0_only_leaves_other_ranks_their_shards_and_costs_them_no_memory():
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_gradients_are_whole_too_and_changes_to_them_are_kept_as_requested():
-    """The optimizer steps with them, under every strategy."""
+def test_with_grads_unshards_gradients_and_keeps_changes_with_writeback():
+    """The optimizer steps with the changed gradients, under every strategy."""
     for way in WAYS:
         model, reference = sharded(way), plain()
         for net in (model, reference):
@@ -217,7 +220,7 @@ def test_gradients_are_whole_too_and_changes_to_them_are_kept_as_requested():
                 net.embedding.weight.grad.mul_(0.5)
                 net.mixture.grad = torch.full_like(net.mixture, 0.25)
                 net.scale.grad = None
-                net.blocks[1].up.weight.grad = torch.ones_like(net.blocks[1].up.weight)  # which is frozen
+                net.blocks[1].up.weight.grad = torch.ones_like(net.blocks[1].up.weight)  # a frozen parameter
         assert_same(whole_grads(model), {n: p.grad for n, p in reference.named_parameters()}, name=str(way))
         for net in (model, reference):
             net.blocks[1].up.weight.grad = None
@@ -234,7 +237,7 @@ def whole_names(model: nn.Module) -> list[str]:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_parts_of_a_model_are_summoned_alone_and_one_within_another():
+def test_summon_full_params_supports_submodules_and_nested_contexts():
     for way in WAYS:
         model, everything = sharded(way), names_of(plain().named_parameters())
         tied = "," in way[0]
@@ -247,7 +250,7 @@ def test_parts_of_a_model_are_summoned_alone_and_one_within_another():
                 assert [name for name in whole_names(model) if "blocks.0" in name] == [
                     name for name in everything if name.startswith("blocks.0")
                 ]
-                with summon_full_params(model):  # what is whole already stays as it is, with its own options
+                with summon_full_params(model):  # unsharded parameters keep the options of the outer context
                     assert whole_names(model) == everything
                     with torch.no_grad():
                         model.blocks[0].up.bias.fill_(5.0)  # not kept
@@ -262,11 +265,11 @@ def test_parts_of_a_model_are_summoned_alone_and_one_within_another():
             expected.norm.bias.fill_(7.0)
         assert_same(wholes(model), dict(expected.state_dict()), name=str(way))
 
-        with summon_full_params(model.head):  # tied to what another unit may have
+        with summon_full_params(model.head):  # tied to a weight that may be in another unit
             assert model.head.weight.shape == (131, 97)
             assert not isinstance(model.head.weight, DTensor)
             assert model.head.weight is model.embedding.weight
-        with summon_full_params(model.blocks[0].norm), torch.no_grad():  # a part of a unit
+        with summon_full_params(model.blocks[0].norm), torch.no_grad():  # a submodule of a unit
             model.blocks[0].norm.bias.fill_(4.0)
         assert_same(wholes(model)["blocks.0.norm.bias"], torch.full((97,), 4.0))
 
@@ -277,12 +280,12 @@ def summon_what_is_not_sharded() -> None:
         assert whole_names(model) == names_of(model.named_parameters())
 
 
-def test_a_model_that_is_not_sharded_is_whole_already():
+def test_summon_full_params_accepts_plain_model():
     summon_what_is_not_sharded()
 
 
 @on_ranks(2)
-def test_units_of_both_interfaces_below_a_plain_root_are_summoned():
+def test_summon_full_params_finds_units_of_both_apis_below_plain_root():
     model = nn.Sequential(FullyShardedDataParallel(nn.Linear(6, 5)), nn.ReLU(), fully_shard(nn.Linear(5, 4)))
     with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
         model[0].weight.fill_(1.0)
@@ -296,11 +299,11 @@ def test_units_of_both_interfaces_below_a_plain_root_are_summoned():
     torch.testing.assert_close(out[0], expected)
 
 
-# -- at the wrong moment ----------------------------------------------------------------------------------------------
+# -- invalid uses and failures ----------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_an_exception_within_keeps_what_was_changed():
+def test_exception_in_summon_full_params_keeps_earlier_changes():
     """Earlier changes are kept, and the state is consistent."""
     for way in FEW:
         model, reference = sharded(way), plain()
@@ -328,8 +331,8 @@ def uses_of(model: nn.Module) -> list[Callable[[Tensor], Any]]:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_forward_backward_and_casts_while_summoned_are_refused():
-    """They leave no trace."""
+def test_forward_backward_and_casts_raise_in_summon_full_params():
+    """The rejected calls have no side effects."""
     for way in ALONE:
         model, reference = sharded(way), plain()
         optimizer, other = adamw(model), adamw(reference)
@@ -345,7 +348,7 @@ def test_forward_backward_and_casts_while_summoned_are_refused():
 
 
 @on_ranks(2)
-def test_a_step_that_would_be_lost_is_refused():
+def test_optimizer_step_in_summon_full_params_with_writeback_raises():
     for front in ("fully_shard", "wrapper"):
         model = sharded((front, "zero3"))
         optimizer = adamw(model)
@@ -356,7 +359,7 @@ def test_a_step_that_would_be_lost_is_refused():
         ):
             optimizer.step()
         with summon_full_params(model, writeback=False):
-            optimizer.step()  # nothing is written over it
+            optimizer.step()  # no writeback overwrites the step
         model, reference = sharded((front, "zero3")), plain()
         with summon_full_params(model, writeback=False):
             pass
@@ -370,7 +373,7 @@ def fail(*_: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 @on_ranks(2)
-def test_after_a_failure_parameters_can_be_summoned(phase):
+def test_summon_full_params_works_after_failed_forward_or_backward(phase):
     """After a failed forward or backward, parameters can be summoned, saved and moved immediately."""
     for way in FEW:
         model, reference = sharded(way), plain()
@@ -394,7 +397,7 @@ def test_after_a_failure_parameters_can_be_summoned(phase):
 
 @pytest.mark.parametrize("phase", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 @on_ranks(2)
-def test_summoning_within_a_forward_or_backward_is_refused(phase):
+def test_summon_full_params_raises_in_forward_and_backward(phase):
     for front in ("fully_shard", "wrapper"):
         model = sharded((front, "zero3"))
         stated = []
@@ -422,7 +425,7 @@ def nothing_sent() -> Any:
 
 
 @on_ranks(2)
-def test_what_cannot_be_done_is_stated():
+def test_summon_full_params_rejects_bad_options_meta_params_and_shapes():
     model = fully_shard(nn.Linear(6, 5))
     with nothing_sent():
         with pytest.raises(ConfigError, match=r"rank0_only=True, writeback=True.*Pass writeback=False"):
@@ -483,7 +486,7 @@ def sharded_and_stepped() -> TwoEnds:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_every_entry_refuses_a_parameter_that_was_replaced():
+def test_entry_points_raise_if_a_parameter_was_replaced():
     for name, enter in ENTRIES.items():
         for replace in (
             lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(4, 4))),
@@ -496,9 +499,9 @@ def test_every_entry_refuses_a_parameter_that_was_replaced():
                     model.unshard()
                 replace(model.body)
                 if name in ("unshard", "forward", "step"):
-                    model.reshard()  # the forward of unsharded parameters uses what is there, as functional_call needs
+                    model.reshard()  # forward accepts replaced parameters while unsharded, as functional_call needs
                 if name == "step" and "weight" not in model.body._parameters:
-                    continue  # the step is right, and whatever uses the module is not
+                    continue  # the step is valid; only uses of the module are invalid
                 with pytest.raises(StateError, match=r"body.weight.* was replaced"):
                     enter(model)
                     raise AssertionError(f"{name} took a replaced parameter")
@@ -512,7 +515,7 @@ def step_of_another(model: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_every_entry_that_saves_or_steps_refuses_a_parameter_that_was_added(tmp_path):
+def test_saves_and_steps_raise_if_a_parameter_was_added(tmp_path):
     entries = {name: ENTRIES[name] for name in ("state_dict", "stream_weights", "snapshot", "step")} | {
         "get_optimizer_state_dict": ENTRIES["get_optimizer_state_dict"],
         "step of another optimizer": step_of_another,
@@ -532,7 +535,7 @@ def test_every_entry_that_saves_or_steps_refuses_a_parameter_that_was_added(tmp_
                 enter(model)
                 raise AssertionError(f"{name} took an added parameter")
     model = sharded_and_stepped()
-    model.body.extra = nn.Parameter(torch.ones(3), requires_grad=False)  # nothing trains it
+    model.body.extra = nn.Parameter(torch.ones(3), requires_grad=False)  # not trained, so allowed
     save(tmp_path, model=model, step=3)
     OPTIMIZERS[model].step()
 
@@ -557,7 +560,7 @@ def train_tied(tie: Any, shard: Any, forwards: int, moves: bool) -> list[Any]:
 @pytest.mark.parametrize(("forwards", "moves"), [(0, False), (2, False), (0, True)])
 @pytest.mark.parametrize(("first", "second"), [("e", "h"), ("h", "e")])
 @on_ranks(2)
-def test_weights_tied_after_sharding_train_as_in_one_process(first, second, forwards, moves):
+def test_weights_tied_after_sharding_match_plain_pytorch_bitwise(first, second, forwards, moves):
     def tie(model: TwoEnds) -> None:
         getattr(model, first).weight = getattr(model, second).weight
 

@@ -1,4 +1,4 @@
-"""Weights and modules that are exchanged, tied or removed after sharding: the model is that of plain PyTorch."""
+"""Models whose weights or modules are exchanged, tied or replaced after sharding match plain PyTorch or raise."""
 
 import copy
 import re
@@ -62,7 +62,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: Any, changes: Sequence[tuple[str, int, int]], *, between: bool) -> list[Any]:
-    """Return losses and state dicts of steps with `changes` before them, and the output of a copy if there is one."""
+    """Apply `changes`, with a step after each if `between`. Return losses, the state dict, names and the output."""
     found: list[Any] = []
     x = torch.arange(6.0).view(2, 3) / 6
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -86,7 +86,7 @@ REFUSED = "was replaced by another parameter|use parameters of each other|also h
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 @on_ranks(2)
-def test_changed_models_are_those_of_plain_pytorch(strategy):
+def test_models_modified_after_sharding_match_plain_pytorch_or_raise(strategy):
     @given(
         st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), ORDINALS, ORDINALS), min_size=1, max_size=4),
         st.just(range(LAYERS)) | st.lists(ORDINALS, unique=True),

@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism placed on one mesh axis train equally when sharded over the other axes."""
+"""Models with tensor parallelism on one mesh dimension train identically if sharded over the other dimensions."""
 
 import logging
 import math
@@ -50,7 +50,7 @@ from fullshard.checkpoint import load, save
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
-STEPS = range(3)  # units share memory from the third step on
+STEPS = range(3)  # units share memory starting with the third step
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
@@ -58,7 +58,7 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def part_of_rank(mesh: DeviceMesh | None, tokens: Tensor) -> Tensor:
-    """Return this rank's sequences: those of its place on `mesh`; all, where there is none."""
+    """Return this rank's chunk of the sequences on `mesh`, or all sequences if `mesh` is None."""
     if mesh is None:
         return tokens
     place = int((mesh.mesh.flatten() == dist.get_rank()).nonzero())
@@ -88,7 +88,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def average(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let every rank have the mean over `mesh` of all gradients, added in rank order along the last axis first."""
+    """Average all gradients over `mesh`. Add them in rank order, along the last dimension first."""
     for param in trained(model):
         if isinstance(param.grad, DTensor):
             param.grad = param.grad.redistribute(placements=param.placements)
@@ -111,9 +111,9 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
 def train(
     model: Any, mesh: DeviceMesh | None, *, by_hand: bool = False, optimizer: Any = None, steps: range = STEPS
 ) -> dict[str, Any]:
-    """Return the results of some steps, the last one of two microbatches, each rank on its part of the batch.
+    """Train each rank on its chunk of the batch and return the results. The last step has two microbatches.
 
-    The gradients of a model without units are averaged `by_hand` over `mesh`, if there is one.
+    For a model without units, pass `by_hand` to average the gradients over `mesh`, if there is one.
     """
     optimizer = optimizer or momentum(model)
     for step in steps:
@@ -130,13 +130,13 @@ def train(
     return {"loss": loss.detach(), "grads": grads, "params": wholes(model)}
 
 
-# -- the numbers ------------------------------------------------------------------------------------------------------
+# -- training results -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Case:
-    shape: tuple[int, ...]  # of the mesh; its last axis is that of tensor parallelism
-    sequence: bool  # whether norms are placed and activations cut, or both as without
+    shape: tuple[int, ...]  # of the mesh; tensor parallelism uses the last dimension
+    sequence: bool  # whether norms and activations are sharded, too (sequence parallelism)
     strategies: tuple[str, ...]
 
 
@@ -165,8 +165,8 @@ ON_EIGHT_RANKS = (Case((2, 2, 2), True, ("hsdp", "hsdp_zero2", "ddp")), Case((2,
     ids=["two ranks", "four ranks", "eight ranks"],
 )
 @on_ranks("world")
-def test_shards_have_the_bits_of_tensor_parallelism_with_gradients_averaged_by_hand(world, cases):
-    """With one rank on the data axes this is tensor parallelism alone."""
+def test_sharded_tp_matches_tp_with_manual_gradient_averaging_bitwise(world, cases):
+    """With one rank on the data dimensions, this is tensor parallelism alone."""
     plain = train(stack(), None, by_hand=True)["params"]
     for case in cases:
         mesh = mesh_of(*case.shape)
@@ -176,13 +176,13 @@ def test_shards_have_the_bits_of_tensor_parallelism_with_gradients_averaged_by_h
         for strategy in case.strategies:
             model = shard(parallel(mesh["tp"], sequence=case.sequence), data, strategy=strategy)
             assert_same(train(model, data), alone, name=f"{strategy} in {case}")
-            assert memory_is_shared(model) == (strategy in ("zero3", "hsdp"))  # else the steps were too few
+            assert memory_is_shared(model) == (strategy in ("zero3", "hsdp"))  # otherwise there were too few steps
 
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_any_module_may_be_a_unit_and_axes_may_have_any_order():
-    """Units that tensor parallelism has hooks on, that take and give `DTensor`s, and axes in a different order."""
+def test_tp_modules_as_units_and_reversed_mesh_dims_match_bitwise():
+    """Test units with tensor parallel hooks, units with `DTensor` inputs and outputs, and reordered mesh dims."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "data"))
 
     def build() -> nn.Module:
@@ -217,7 +217,7 @@ def test_any_module_may_be_a_unit_and_axes_may_have_any_order():
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_in_low_precision_strategies_give_one_another_s_bits():
+def test_zero3_matches_ddp_bitwise_with_tp_and_mixed_precision():
     mesh = mesh_of(2, 2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = []
@@ -231,10 +231,10 @@ def test_in_low_precision_strategies_give_one_another_s_bits():
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_an_optimizer_made_between_placing_and_sharding_trains_the_shards():
+def test_optimizer_created_before_sharding_tp_model_trains_shards():
     mesh = mesh_of(2, 2)
     model = parallel(mesh["tp"], sequence=True)
-    optimizer = adamw(model)  # of `DTensor`s, but not of shards
+    optimizer = adamw(model)  # holds `DTensor`s of tensor parallelism that are not sharded
     shard(model, mesh["shard"])
     ready = shard(parallel(mesh["tp"], sequence=True), mesh["shard"])
     expected = train(ready, mesh["shard"], optimizer=adamw(ready), steps=range(1))
@@ -249,7 +249,7 @@ def spoil_one_part() -> str:
     mesh = mesh_of(2, 2)
     model = shard(parallel(mesh["tp"], sequence=False), mesh["shard"])
     check_finite_gradients(True)
-    if dist.get_rank() == 3:  # what goes back from here is added up over the ranks of tensor parallelism
+    if dist.get_rank() == 3:  # gradients from here are added up over the tensor parallel ranks
         model.blocks[1].up.register_forward_hook(spoil)
     with pytest.raises(NonFiniteError) as caught:
         loss_of(model, part_of_rank(mesh["shard"], batch(0))).backward()
@@ -264,12 +264,12 @@ def test_every_rank_reports_gradients_that_are_not_finite():
     assert "blocks.2" not in stated[0]
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------------
+# -- communication ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_as_many_messages_are_sent_as_without_of_half_the_bytes():
+def test_tp_halves_communicated_bytes_with_the_same_collectives():
     mesh = mesh_of(2, 2)
     records = []
     for model in (stack(), parallel(mesh["tp"], sequence=False)):
@@ -280,7 +280,7 @@ def test_as_many_messages_are_sent_as_without_of_half_the_bytes():
         records.append(record)
     without, along = records
     assert along.names() == without.names()
-    for name in ("all_gather", "reduce_scatter"):  # norms and the biases of `out` are not divided
+    for name in ("all_gather", "reduce_scatter"):  # norms and biases of `out` are not split
         assert 0.5 < along.sent_bytes(name) / without.sent_bytes(name) < 0.51
 
 
@@ -289,7 +289,7 @@ def test_as_many_messages_are_sent_as_without_of_half_the_bytes():
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_norms_and_clipping_are_those_of_one_process():
+def test_clip_grad_norm_of_tp_model_matches_one_process():
     mesh = mesh_of(2, 2)
     tokens = batch(0)[:1]  # the same on all ranks, so a plain model on each rank is the reference
     bits: dict[Any, Tensor] = {}
@@ -297,7 +297,7 @@ def test_norms_and_clipping_are_those_of_one_process():
         loss_of(plain := stack(), tokens).backward()
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
         for sequence, strategy, clip in (
-            (True, "zero3", nn.utils.clip_grad_norm_),  # which wants all parameters on one mesh
+            (True, "zero3", nn.utils.clip_grad_norm_),  # requires all parameters on one mesh
             (True, "zero3", clip_grad_norm_),
             (True, "ddp", clip_grad_norm_),
             (False, "zero3", clip_grad_norm_),
@@ -315,8 +315,8 @@ def test_norms_and_clipping_are_those_of_one_process():
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_norms_of_what_is_placed_and_ignored_are_those_of_one_process():
-    """Gradients that tensor parallelism leaves as it likes: cut, whole, or as sums that are still to be taken."""
+def test_clip_grad_norm_of_ignored_tp_parameters_matches_one_process():
+    """Tensor parallelism leaves these gradients sharded, replicated or partial."""
     mesh, tokens = mesh_of(2, 2), batch(0)[:1]
     loss_of(plain := stack(), tokens).backward()
     model = parallel(mesh["tp"], sequence=True)
@@ -331,12 +331,12 @@ def test_norms_of_what_is_placed_and_ignored_are_those_of_one_process():
         torch.testing.assert_close(whole(param.grad), expected * 1e-3 / expected.norm(), rtol=1e-2, atol=1e-7)
 
 
-# -- what is saved ----------------------------------------------------------------------------------------------------
+# -- state dicts and checkpoints --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_state_dicts_hold_whole_values_under_the_user_s_names(tmp_path):
+def test_state_dict_of_tp_model_has_original_names_and_full_values(tmp_path):
     mesh = mesh_of(2, 2)
     model = shard(parallel(mesh["tp"], sequence=False), mesh["shard"])
     initial, sharded = stack().state_dict(), model.state_dict()
@@ -353,7 +353,7 @@ def test_state_dicts_hold_whole_values_under_the_user_s_names(tmp_path):
     others = [shard(parallel(mesh["tp"], sequence=False, model=Stack()), mesh["shard"]) for _ in range(3)]
     others[0].load_state_dict(initial)
     others[1].load_state_dict(sharded)
-    others[2].load_state_dict(parallel(mesh["tp"], sequence=False).state_dict())  # placed, but not sharded
+    others[2].load_state_dict(parallel(mesh["tp"], sequence=False).state_dict())  # tensor parallel, but not sharded
     for other in others:
         assert_same(wholes(other), dict(initial))
 
@@ -370,7 +370,7 @@ def wrapped(mesh: DeviceMesh, model: Stack | None = None) -> FullyShardedDataPar
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_a_run_goes_on_from_state_dicts_and_from_checkpoints(tmp_path):
+def test_tp_run_resumes_from_state_dicts_and_checkpoints(tmp_path):
     """Save a run and resume it in another model. The results equal those of the saved run."""
     mesh = mesh_of(2, 2)
     data = mesh["shard"]
@@ -409,7 +409,7 @@ def test_a_run_goes_on_from_state_dicts_and_from_checkpoints(tmp_path):
     other = wrapped(mesh, model=Stack())
     resumed.append((other, adamw(other)))
     load(tmp_path, model=other, optimizer=resumed[-1][1])
-    load(tmp_path, model=(plain := Stack()))  # where nothing is placed or sharded
+    load(tmp_path, model=(plain := Stack()))  # neither tensor parallel nor sharded
     assert_same(wholes(plain), params)
     expected = train(model, data, optimizer=optimizer, steps=range(1, 2))
     for other, again in resumed:
@@ -418,7 +418,7 @@ def test_a_run_goes_on_from_state_dicts_and_from_checkpoints(tmp_path):
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_models_from_the_meta_device_and_those_that_are_cast_are_as_any():
+def test_tp_models_from_meta_device_or_cast_have_same_gradients():
     mesh = mesh_of(2, 2)
     with torch.device("meta"):
         model = Stack()
@@ -427,7 +427,7 @@ def test_models_from_the_meta_device_and_those_that_are_cast_are_as_any():
     model.load_state_dict(stack().state_dict())
     ready = shard(parallel(mesh["tp"], sequence=True), mesh["shard"])
     for step in range(2):
-        if step:  # in mid-run
+        if step:  # cast after the first step
             model.to(torch.float64)
             ready = shard(parallel(mesh["tp"], sequence=True).to(torch.float64), mesh["shard"])
         for each in (model, ready):
@@ -436,18 +436,18 @@ def test_models_from_the_meta_device_and_those_that_are_cast_are_as_any():
         model.zero_grad()
 
 
-# -- full parameters for the user ------------------------------------------------------------------------------------
+# -- summon_full_params ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_summoned_parameters_are_whole_over_all_axes_and_may_be_changed():
+def test_summon_full_params_unshards_tp_parameters_and_keeps_changes():
     mesh = mesh_of(2, 2)
     model = shard(parallel(mesh["tp"], sequence=False), mesh["shard"])
     tokens = batch(0)[:1]
     loss_of(model, tokens).backward()
     loss_of(plain := stack(), tokens).backward()
-    warnings: list[Any] = []  # torch has some where two axes cut the same dim, and all is gathered at once
+    warnings: list[Any] = []  # torch may warn if two mesh dims shard one dim and both are gathered
     logging.getLogger("torch.distributed.tensor._redistribute").addFilter(warnings.append)
     with summon_full_params(model, with_grads=True):
         assert warnings == []
@@ -476,7 +476,7 @@ def own_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Exchange(torch.autograd.Function):
-    """What `there` makes of a rank's tensor and all others', and in backward what `back` makes of gradients."""
+    """Apply the collective `there` in forward, and the collective `back` to gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Any, back: Any) -> Tensor:
@@ -507,8 +507,8 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("divided_by_hand", [False, True])
 @on_ranks(4)
-def test_gradients_of_experts_are_means_over_all_tokens(divided_by_hand):
-    """Dense layers over all four ranks, experts over two axes: gradients of experts are means over all tokens, too."""
+def test_expert_gradients_are_averaged_over_all_tokens(divided_by_hand):
+    """Dense layers are sharded over four ranks, experts over two mesh dims. Both average gradients over all tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(None), nn.Linear(WIDTH, WIDTH))

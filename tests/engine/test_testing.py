@@ -1,4 +1,4 @@
-"""run_ranks and assert_same, which all other tests of several ranks use."""
+"""`run_ranks` and `assert_same`, which all other multi-rank tests use."""
 
 import math
 import os
@@ -89,25 +89,25 @@ def run_layer(layer: nn.Module, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_results_are_in_rank_order(world):
+def test_run_ranks_returns_results_in_rank_order(world):
     assert run_ranks(world, own_rank) == list(range(world))
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_ranks_can_talk_and_tensors_travel_by_value(world):
+def test_run_ranks_passes_tensors_by_value_and_supports_collectives(world):
     local = torch.ones(5)
     for received in run_ranks(world, summed, local):
         assert_same(received, torch.full((5,), world * (world + 1) / 2))
     assert_same(local, torch.ones(5))  # the ranks worked on copies
 
 
-def test_modules_travel_too():
+def test_run_ranks_passes_modules():
     layer, batch = nn.Linear(3, 2), torch.randn(4, 3)
     (out,) = run_ranks(1, run_layer, layer, batch)
     torch.testing.assert_close(out, layer(batch))
 
 
-def test_shared_storages_dtypes_and_empty_tensors_survive():
+def test_run_ranks_preserves_shared_storages_dtypes_and_empty_tensors():
     (returned,) = run_ranks(1, tied_views)
     assert_same(returned, tied_views())
     returned["whole"][2] = 9.0
@@ -115,7 +115,7 @@ def test_shared_storages_dtypes_and_empty_tensors_survive():
 
 
 def test_ranks_see_torchrun_variables_and_the_callers_environment(monkeypatch):
-    run_ranks(1, own_rank)  # the fork server exists from here on, with the environment of this moment
+    run_ranks(1, own_rank)  # starts the fork server, with the current environment
     monkeypatch.setenv("FULLSHARD_TEST_MARK", "later")
     visited = run_ranks(2, surroundings)
     for rank, one in enumerate(visited):
@@ -124,14 +124,14 @@ def test_ranks_see_torchrun_variables_and_the_callers_environment(monkeypatch):
     assert len({os.getpid(), *(one["pid"] for one in visited)}) == 3
 
 
-def test_nothing_leaks_from_one_call_into_the_next():
+def test_run_ranks_leaks_no_state_between_calls():
     assert run_ranks(2, leave_a_trace) == [False, False]
     assert run_ranks(2, leave_a_trace) == [False, False]
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("failing", [[0], [2], [0, 1, 2]])
-def test_every_failing_rank_is_reported_and_the_others_are_stopped_at_once(failing):
+def test_run_ranks_reports_failed_ranks_and_stops_running_ranks(failing):
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, raise_on, failing)
@@ -146,7 +146,7 @@ def test_every_failing_rank_is_reported_and_the_others_are_stopped_at_once(faili
 
 
 @pytest.mark.slow
-def test_a_timeout_states_who_was_still_running_and_where():
+def test_run_ranks_timeout_reports_running_ranks_and_their_frames():
     with pytest.raises(RanksFailed, match=r"ranks 1, 2 of 3 did not end within 2 s") as caught:
         run_ranks(3, return_on_rank_0_and_hang_on_others, timeout=2.0)
     assert caught.value.running == [1, 2]
@@ -157,13 +157,13 @@ def test_a_timeout_states_who_was_still_running_and_where():
     ("how", "stated"),
     [("signal", "killed by SIGKILL"), ("os._exit", "ended with exit code 3"), ("sys.exit", "SystemExit: 3")],
 )
-def test_a_rank_that_dies_is_not_waited_for(how, stated):
+def test_run_ranks_does_not_wait_for_a_dead_rank(how, stated):
     with pytest.raises(RanksFailed, match=stated) as caught:
         run_ranks(2, die, how)
-    assert next(iter(caught.value.failures)) == 1  # the cause comes first; rank 0 may have lost its connection since
+    assert next(iter(caught.value.failures)) == 1  # the cause comes first; rank 0 may fail later
 
 
-def test_a_warning_is_an_error_on_the_ranks_if_it_is_one_here():
+def test_run_ranks_applies_warning_filters_of_the_caller():
     with pytest.raises(RanksFailed, match="DeprecationWarning: old habit"):
         run_ranks(1, warn)
     with warnings.catch_warnings():
@@ -181,7 +181,7 @@ def test_a_warning_is_an_error_on_the_ranks_if_it_is_one_here():
         ((2, run_layer, lambda: 1, 2), "top level"),
     ],
 )
-def test_callers_mistakes_are_reported_before_a_process_starts(arguments, stated):
+def test_run_ranks_rejects_invalid_arguments(arguments, stated):
     with pytest.raises(ConfigError, match=stated):
         run_ranks(*arguments)
 
@@ -195,23 +195,23 @@ def test_callers_mistakes_are_reported_before_a_process_starts(arguments, stated
         (3, "backend=3 is a int. Pass the name of a backend, such as 'gloo'"),
     ],
 )
-def test_a_backend_must_be_known(backend, stated):
+def test_run_ranks_rejects_unknown_backend(backend, stated):
     with pytest.raises(ConfigError, match=stated):
         run_ranks(1, own_rank, backend=backend)
 
 
 @pytest.mark.skipif(count_devices() > 0, reason="this machine has devices")
-def test_a_backend_that_needs_a_device_is_refused_without_one():
+def test_run_ranks_rejects_backend_without_its_device():
     with pytest.raises(ConfigError, match=r"'nccl', but this machine has no device for it\. Pass one of gloo, fake"):
         run_ranks(1, own_rank, backend="cpu:gloo,cuda:nccl")
 
 
-def test_a_backend_may_be_given_by_type_of_device():
+def test_run_ranks_accepts_backend_per_device_type():
     assert run_ranks(2, own_rank, backend="cpu:gloo") == [0, 1]
 
 
 @pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, 1e30, "1"])
-def test_a_timeout_is_a_positive_number_that_the_system_supports(timeout):
+def test_run_ranks_rejects_invalid_timeout(timeout):
     with pytest.raises(ConfigError, match=f"timeout={timeout!r}, but it must be".replace("+", "[+]")):
         run_ranks(1, own_rank, timeout=timeout)
 
@@ -247,13 +247,13 @@ def copied(value: object) -> object:
 
 @given(nests)
 @settings(deadline=None, max_examples=50)
-def test_a_copy_is_the_same(value):
+def test_assert_same_accepts_copies(value):
     assert_same(copied(value), value)
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8), st.data())
 @settings(deadline=None)
-def test_one_flipped_bit_is_found_wherever_it_is(values, data):
+def test_assert_same_finds_one_flipped_bit(values, data):
     expected = torch.tensor(values)
     actual = expected.clone()
     place = data.draw(st.integers(0, len(values) - 1))
@@ -283,18 +283,18 @@ def test_one_flipped_bit_is_found_wherever_it_is(values, data):
         (None, {}, "NoneType instead of a mapping"),
     ],
 )
-def test_the_first_difference_is_named(actual, expected, stated):
+def test_assert_same_reports_first_difference(actual, expected, stated):
     with pytest.raises(AssertionError, match=stated):
         assert_same(actual, expected)
 
 
-def test_layout_in_memory_and_requires_grad_make_no_difference():
+def test_assert_same_ignores_memory_layout_and_requires_grad():
     expected = torch.arange(6.0).reshape(2, 3)
     assert_same(expected.t().contiguous().t().requires_grad_(), expected)
     assert_same(nn.Parameter(expected), expected)
 
 
-def test_strides_of_dimensions_of_size_one_and_lazy_conjugates_make_no_difference():
+def test_assert_same_ignores_strides_of_size_one_dims_and_lazy_conj():
     numbers = torch.randn(5, 3)
     column = torch.as_strided(numbers, (5, 1), (3, 7))
     spin = torch.randn(3, dtype=torch.complex64)
@@ -307,7 +307,7 @@ def test_strides_of_dimensions_of_size_one_and_lazy_conjugates_make_no_differenc
 
 
 @given(lengths=st.lists(st.integers(1, 4), min_size=2, max_size=4), divisor=st.integers(2, 4))
-def test_fewer_choices_have_every_pair_of_values_that_exists(lengths, divisor):
+def test_covering_pairs_contains_every_allowed_pair_of_values(lengths, divisor):
     axes = [range(length) for length in lengths]
     existing = [values for values in product(*axes) if sum(values) % divisor]
     chosen = covering_pairs(*axes, allows=lambda *values: values in existing)
@@ -319,12 +319,12 @@ def pairs_in(chosen: Iterable[tuple[int, ...]]) -> set[Any]:
     return {pair for values in chosen for pair in combinations(enumerate(values), 2)}
 
 
-def test_pairs_are_covered_by_few_choices():
-    assert len(covering_pairs(range(4), range(3), range(4), range(3))) <= 20  # of 144, and 16 at least
+def test_covering_pairs_returns_few_combinations():
+    assert len(covering_pairs(range(4), range(3), range(4), range(3))) <= 20  # of 144; the minimum is 16
 
 
 def compare_cut(rows: int, place: int) -> str:
-    """Return the message about values sharded over all ranks, with a difference in row `place` of one rank."""
+    """Return the message about two tensors sharded over all ranks that differ in row `place`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     expected = torch.arange(3.0 * rows).reshape(rows, 3)
     changed = expected.clone()
@@ -340,7 +340,7 @@ def compare_cut(rows: int, place: int) -> str:
 
 
 @pytest.mark.parametrize("place", [0, 4])
-def test_sharded_tensors_are_compared_whole_with_the_same_report_on_every_rank(place):
-    reported = run_ranks(3, compare_cut, 5, place)  # not as many rows on every rank
+def test_assert_same_reports_same_difference_of_dtensors_on_every_rank(place):
+    reported = run_ranks(3, compare_cut, 5, place)  # ranks have different numbers of rows
     assert len(set(reported)) == 1
     assert f"1 of 15 elements differ, by at most {3 * place + 3:.3g} (at ({place}, 2): -1.0 instead of" in reported[0]

@@ -1,6 +1,6 @@
-"""Communication, its order, and the copies made for it: as few as the layout promises.
+"""Order and number of collectives, and the copies that they need.
 
-That the bytes are those of the formulas is held by `test_docs.py`.
+The communicated bytes are compared with the formulas by `test_docs.py`.
 """
 
 import weakref
@@ -65,7 +65,7 @@ EXPECTED = {
     "ddp": [("all_reduce", name) for name in AFTER_BACKWARD],
     "zero1": FORWARD + scatter(*AFTER_BACKWARD),
     "zero2": FORWARD + scatter(*AFTER_BACKWARD),
-    # The gather of the next unit comes before the reduction of this one. The root is whole still.
+    # The all-gather of the next unit precedes the reduce-scatter of this one. The root is still unsharded.
     "zero3": [
         *FORWARD,
         *(gather("layers.3") + scatter("")),
@@ -88,7 +88,7 @@ def test_collectives_run_in_the_order_of_the_strategy(strategy):
     ] * 4
 
 
-PREFETCHED = "backward"  # before its own: as its neighbor's backward begins
+PREFETCHED = "backward"  # when the backward of the neighboring unit begins
 OWN = Phase.PRE_BACKWARD.value
 
 
@@ -102,7 +102,7 @@ OWN = Phase.PRE_BACKWARD.value
     ids=["pre", "post", "none"],
 )
 @on_ranks(2)
-def test_backward_prefetches_as_configured(options, how):
+def test_backward_prefetch_option_sets_the_phase_of_all_gathers(options, how):
     model = FullyShardedDataParallel(chain(leave), auto_wrap_policy=ModuleWrapPolicy({Layer}), **options)
     optimizer = sgd(model)
     for number in range(4):
@@ -114,7 +114,7 @@ def test_backward_prefetches_as_configured(options, how):
 
 
 @on_ranks(2)
-def test_two_inner_units_are_whole_at_once_and_never_three():
+def test_at_most_two_inner_units_are_unsharded_at_the_same_time():
     model = chain(fully_shard)
     optimizer = sgd(model)
     most = 0
@@ -131,7 +131,7 @@ def test_two_inner_units_are_whole_at_once_and_never_three():
 
 @pytest.mark.parametrize(("strategy", "counts"), [("ddp", [0, 0, 0]), ("zero1", [5, 0, 0]), ("zero3", [5, 5, 5])])
 @on_ranks(2)
-def test_whole_parameters_that_are_kept_are_gathered_once_after_a_step(strategy, counts):
+def test_zero1_all_gathers_once_per_step_and_zero3_once_per_forward(strategy, counts):
     model = chain(partial(fully_shard, strategy=strategy))
     optimizer = sgd(model)
     step(model, optimizer, 0)
@@ -150,7 +150,7 @@ COPIES = {
 
 
 class CountCopies(TorchDispatchMode):
-    """Bytes that copies write, of tensors of at least `floor` bytes and of smaller ones."""
+    """Counts the bytes that copies write, to tensors of at least `floor` bytes and to smaller tensors."""
 
     def __init__(self, floor: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ SHARES = pytest.mark.parametrize("shares", [False, True], ids=["pairwise", "shar
 
 
 def count_copies(strategy: str, shares: bool) -> tuple[int, int, int, int]:
-    """Bytes copied by the engine in one step, of matrices and of the rest; a rank's shards of matrices and the rest."""
+    """Return the bytes copied in one step, of matrices and of the rest, and the bytes of this rank's shards of both."""
     share_memory_between_ranks(shares)
     model = chain(partial(fully_shard, strategy=strategy))
     copies = copies_of_a_step(model, inputs())
@@ -198,16 +198,16 @@ def count_copies(strategy: str, shares: bool) -> tuple[int, int, int, int]:
     ("strategy", "gathers", "own"),
     [("zero1", 1, 0), pytest.param("zero2", 1, 1, marks=pytest.mark.slow), ("zero3", 2, 2)],
 )
-def test_nothing_is_copied_between_shards_and_the_transport(strategy, gathers, own, shares):
-    """A gather places this rank's rows next to its peers' rows without sending them; a reduction copies no matrix.
+def test_collectives_copy_nothing_between_shards_and_transport(strategy, gathers, own, shares):
+    """An all-gather copies only this rank's own rows. A reduce-scatter copies no matrix.
 
-    If shared memory is the transport, gradients and gathered parameters are copied into it and back. But units that
-    share memory have it in common with other ranks, and nothing is copied beyond this rank's own rows.
+    If the transport is shared memory, gradients and gathered parameters are copied into it and back. Units that share
+    one buffer have this buffer in shared memory. Their all-gathers copy only this rank's own rows.
     """
     transport = (2 * gathers if own == 0 else 0) + 1 if shares else 0
     for large, small, matrices, packed in run_fresh_ranks(2, count_copies, strategy, shares):
         assert large == (own + transport) * matrices
-        # Packed: both ranks' parts out of the pack, this rank's own among them; gradients of both into the pack.
+        # Packed tensors: the parts of both ranks are copied out of the pack, and the gradients of both into it.
         assert small <= (3 * max(own, 1) + 2 + transport) * packed
 
 
@@ -227,15 +227,15 @@ def count_copies_in_low_precision(shares: bool) -> int:
 
 
 @SHARES
-def test_in_low_precision_shards_are_cast_once_a_gather_and_sums_once(shares):
-    gathers = 3 + 1 + 3  # the root stays whole
+def test_mixed_precision_casts_once_per_all_gather_and_reduce_scatter(shares):
+    gathers = 3 + 1 + 3  # the root stays unsharded
     cast, own_rows, to_masters = gathers * PART * 2, gathers * PART * 2, 4 * PART * 4
     transport = 4 * PART * 2 if shares else 0
     assert run_fresh_ranks(2, count_copies_in_low_precision, shares) == [cast + own_rows + to_masters + transport] * 2
 
 
 @on_ranks(2)
-def test_low_precision_halves_what_is_sent():
+def test_low_precision_halves_communicated_bytes():
     sent = []
     for dtype in (torch.float32, torch.bfloat16):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
@@ -243,7 +243,7 @@ def test_low_precision_halves_what_is_sent():
         record = step(model, sgd(model), 0)
         sent.append(record.sent_bytes())
     full, half = sent
-    assert full / 2 <= half <= full / 2 + 5 * 16  # a pack ends on a boundary of 16 bytes
+    assert full / 2 <= half <= full / 2 + 5 * 16  # packs are padded to 16 bytes
 
 
 def storages(model: torch.nn.Module) -> list[int]:
@@ -259,7 +259,7 @@ def storages(model: torch.nn.Module) -> list[int]:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @on_ranks(2)
-def test_from_the_fourth_step_on_buffers_stay_where_they_are(strategy):
+def test_buffers_keep_their_addresses_from_the_fourth_step(strategy):
     model = chain(partial(fully_shard, strategy=strategy))
     optimizer = sgd(model)
     visited: list[list[int]] = []
@@ -271,7 +271,7 @@ def test_from_the_fourth_step_on_buffers_stay_where_they_are(strategy):
 
 def without_autograd(grad: DTensor) -> Tensor:
     with torch.no_grad():
-        return grad.to_local()  # the very tensor that the DTensor has
+        return grad.to_local()  # the DTensor's local tensor itself
 
 
 def as_it_is(grad: DTensor) -> DTensor:
@@ -284,7 +284,7 @@ def a_part(grad: DTensor) -> Tensor:
 
 @pytest.mark.parametrize("keep", [as_it_is, without_autograd, a_part])
 @on_ranks(2)
-def test_a_gradient_that_a_user_keeps_is_not_written_to(keep):
+def test_gradients_referenced_by_the_user_are_not_overwritten(keep):
     model = chain(fully_shard)
     optimizer = sgd(model)
     for number in range(3):
@@ -313,7 +313,7 @@ def watch_it(grad: DTensor) -> None:
 
 @pytest.mark.parametrize("change", [give_it_other_memory, give_it_another_local_tensor, watch_it])
 @on_ranks(2)
-def test_what_a_user_does_to_a_gradient_does_not_outlive_it(change):
+def test_user_changes_to_a_gradient_do_not_affect_the_next_gradient(change):
     model = chain(fully_shard)
     found = []
     for _ in range(2):
@@ -329,8 +329,8 @@ def test_what_a_user_does_to_a_gradient_does_not_outlive_it(change):
 
 
 @on_ranks(2)
-def test_gradients_stay_while_a_stream_may_still_read_them():
-    """The numbers of unsharded gradients when reductions began, when they were queued, and when they finished."""
+def test_unsharded_gradients_stay_alive_until_their_reduction_finishes():
+    """Count the live unsharded gradients when reductions start, when they are queued, and when they finish."""
     found, alive = [], []
     make, queue, finish = ParamGroup.start_reduction, UnitGradients.start_reductions, UnitReduction.finish
 
@@ -362,7 +362,7 @@ def test_gradients_stay_while_a_stream_may_still_read_them():
 
 
 @on_ranks(2)
-def test_gradients_without_references_are_the_same_tensors_in_every_step():
+def test_gradient_tensors_are_reused_in_every_step_if_unreferenced():
     model = chain(fully_shard)
     optimizer = sgd(model)
     visited = []
@@ -375,7 +375,7 @@ def test_gradients_without_references_are_the_same_tensors_in_every_step():
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_a_unit_of_several_modules_is_gathered_once_in_each_direction(recomputes):
+def test_unit_of_several_modules_is_all_gathered_once_per_pass(recomputes):
     width = 64
     with dry.world(8):
         mesh = init_device_mesh("cpu", (8,))
@@ -398,7 +398,7 @@ def test_a_unit_of_several_modules_is_gathered_once_in_each_direction(recomputes
 
 
 @pytest.mark.parametrize("first_is_frozen", [False, True])
-def test_a_unit_of_distant_modules_is_freed_between_their_backwards(first_is_frozen):
+def test_unit_of_distant_modules_reshards_between_their_backwards(first_is_frozen):
     with dry.world(8):
         mesh = init_device_mesh("cpu", (8,))
         with dry.taped():

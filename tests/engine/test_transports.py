@@ -20,7 +20,7 @@ calls: Counter[str] = Counter()
 
 
 class CountingCollectives(NativeCollectives):
-    """The backend's own collectives, counted."""
+    """Collectives of the backend that count their calls."""
 
     def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
         calls["all_gather"] += 1

@@ -1,4 +1,4 @@
-"""Gathers and sums over groups of neighboring ranks: few messages on a queue, and the same bits by either way."""
+"""Two-level collectives over groups of ranks: few messages per queue, bitwise equal with and without reordering."""
 
 from contextlib import AbstractContextManager
 from functools import partial
@@ -35,7 +35,7 @@ HFSDP = partial(
 
 
 class Counting(Pool):
-    """Scratch memory that knows how many tensors are out."""
+    """Scratch memory that counts the tensors in use."""
 
     out = 0
 
@@ -56,13 +56,13 @@ def levels(size: int) -> tuple[Collectives, Collectives]:
 
 
 def by_places(whether: bool) -> AbstractContextManager[object]:
-    """Return a context that gathers within groups in the order of places, or directly in place."""
+    """Return a context in which two-level collectives reorder, or do not reorder, within groups."""
     return mock.patch.object(two_level, "_reorders", lambda *_: whether)
 
 
 @pytest.mark.parametrize(("world", "size"), [(4, 2), (6, 2), (6, 3)])
 @on_ranks("world")
-def test_every_part_is_gathered_to_its_place_by_either_way(world, size):
+def test_two_level_all_gather_returns_parts_in_rank_order(world, size):
     world, rank, numels = dist.get_world_size(), dist.get_rank(), (1, 4, 7)
     across, within = levels(size)
     send = [torch.arange(n) + 100.0 * rank for n in numels]
@@ -86,10 +86,10 @@ def test_every_part_is_gathered_to_its_place_by_either_way(world, size):
 
 @pytest.mark.parametrize(("world", "size"), [(4, 2), (6, 2), (6, 3)])
 @on_ranks("world")
-def test_sums_have_the_same_bits_by_either_way_also_where_last_parts_are_short_or_empty(world, size):
+def test_two_level_sums_are_bitwise_equal_with_and_without_reordering(world, size):
     world, rank, part = dist.get_world_size(), dist.get_rank(), 5
     across, within = levels(size)
-    numels = [*range(world * part + 1)]  # all of the last parts short, or empty
+    numels = [*range(world * part + 1)]  # includes every size of a short or empty last part
     part_numels = [max(1, ceil(n / world)) if i % 2 else part for i, n in enumerate(numels)]
     draw = torch.Generator().manual_seed(rank)
     wholes = [torch.randn(n, generator=draw) for n in numels]
@@ -112,8 +112,8 @@ def test_sums_have_the_same_bits_by_either_way_also_where_last_parts_are_short_o
 
 
 @on_ranks(4)
-def test_training_has_the_same_bits_by_either_way():
-    """Train two steps of two microbatches each. One microbatch leaves the sums within groups."""
+def test_hfsdp_training_is_bitwise_equal_with_and_without_reordering():
+    """Train two steps of two microbatches each. The first microbatch reduces within groups only."""
     left = []
     for whether in (False, True):
         with by_places(whether):
@@ -133,8 +133,8 @@ def test_training_has_the_same_bits_by_either_way():
 
 @pytest.mark.parametrize(("world", "group", "messages"), [(512, 8, 1), (512, 2, 1), (64, 4, FEW_OPERATIONS), (8, 4, 2)])
 @on_ranks(1)
-def test_a_queue_has_few_messages_within_a_group_however_many_groups_there_are(world, group, messages):
-    """One for each whole, or one for each group of ranks as long as these are few. As many bytes are sent."""
+def test_messages_within_a_group_are_bounded_for_any_number_of_groups(world, group, messages):
+    """There is one message per unsharded tensor, or one per group if groups are few. The bytes are the same."""
     in_fake_world(world)
     model = chain(partial(fully_shard, strategy=HFSDP(group=group)))
     with recording() as record:
@@ -144,6 +144,6 @@ def test_a_queue_has_few_messages_within_a_group_however_many_groups_there_are(w
     assert {event.name for event in within} == {"all_gather", "reduce_scatter"}
     secondary = {layout.shard_numel * world // group * 4 for layout in layouts}
     assert {event.sent_bytes for event in within} == {nbytes * (group - 1) for nbytes in secondary}
-    assert not any(layout.in_place for layout in layouts)  # so a unit's whole is one tensor, the pack
+    assert not any(layout.in_place for layout in layouts)  # so an unsharded unit is one tensor, the pack
     counts = [event.messages // (group - 1) for event in within]
     assert set(counts) == {messages}

@@ -1,4 +1,4 @@
-"""In-place writes to sharded parameters for which torch counts no version."""
+"""In-place writes to sharded parameters that do not increment torch's version counter."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +58,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_every_write_is_seen_by_the_next_forward(strategy):
+def test_next_forward_uses_parameters_written_in_place(strategy):
     """Every write is tested with and without gradients, each under about half of the strategies."""
     for number, (name, write) in enumerate(WRITES.items()):
         grad = (number + STRATEGIES.index(strategy)) % 2 == 0
@@ -69,8 +69,8 @@ def test_every_write_is_seen_by_the_next_forward(strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 @on_ranks(2)
-def test_averages_are_those_of_plain_pytorch(strategy):
-    """Evaluate an average after each step, and train with its values stored, as diffusion models do."""
+def test_averaged_model_matches_plain_pytorch_bitwise(strategy):
+    """Evaluate the average and the model with averaged values after each step, as diffusion models do."""
     visited: list[list[Any]] = []
     for shard in (lambda module: module, lambda module: fully_shard(module, strategy=strategy)):
         model = chain(shard)
@@ -94,7 +94,7 @@ def test_averages_are_those_of_plain_pytorch(strategy):
 
 
 @on_ranks(2)
-def test_copies_in_a_lower_precision_are_made_again():
+def test_in_place_writes_refresh_low_precision_copies():
     model = fully_shard(nn.Linear(4, 4), strategy="ddp", mp_policy=LOW)
     with torch.no_grad():
         model(torch.ones(1, 4))
@@ -104,8 +104,8 @@ def test_copies_in_a_lower_precision_are_made_again():
 
 
 @on_ranks(2)
-def test_forwards_without_a_write_gather_nothing_again():
-    """Writes to tensors other than parameters do not count."""
+def test_forward_without_parameter_write_repeats_no_all_gather():
+    """Writes to tensors other than parameters cause no all-gather."""
     model = fully_shard(nn.Linear(4, 4), strategy="zero1")
     with torch.no_grad():
         model(torch.ones(1, 4))
@@ -119,8 +119,8 @@ def test_forwards_without_a_write_gather_nothing_again():
 
 
 @on_ranks(1)
-def test_freed_tensors_are_forgotten():
-    """A process that writes to temporary DTensors does not grow, without a forward of a sharded model."""
+def test_record_of_written_tensors_does_not_grow_with_freed_tensors():
+    """Writes to temporary DTensors use bounded memory, even without a forward of a sharded model."""
     model = fully_shard(nn.Linear(4, 4))
     param = next(model.parameters()).detach()
     for _ in range(3 << 10):

@@ -125,7 +125,7 @@ class Ended:
     stated: str
 
 
-# Something that does not notice, as a GPU would not.
+# A wait that does not notice lost ranks, as a wait for a GPU would not.
 UNAWARE = """
 with here.waiting("all_gather", Origin("0", Phase.FORWARD, 1)):
     time.sleep(100)
@@ -145,7 +145,7 @@ def run() -> Iterator[Callable[..., list[Ended]]]:
 def run_on(
     launcher: subprocess.Popen[str], action: str, setting: str = "", *, steps: str = "6", destinations: str = ""
 ) -> list[Ended]:
-    """How each of three ranks ended. At `steps` rank 1 takes `action`, and the others do what `destinations` says."""
+    """Return how three ranks ended. At `steps`, rank 1 executes `action`, and then all ranks execute `destinations`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -158,8 +158,9 @@ def run_on(
 
 
 def await_ends(ranks: list[int], reported: Iterable[str]) -> dict[int, tuple[int, float]]:
-    """The code with which each rank ended, and when; those that do not are killed. Rank 1 may be stopped, and is waited
-    for no longer than it could need.
+    """Return the exit code and end time of each rank. Kill ranks that do not end.
+
+    Rank 1 may be stopped, so the wait for it is shorter.
     """
     ends: dict[int, tuple[int, float]] = {}
     ended = [Event() for _ in ranks]
@@ -194,20 +195,20 @@ def await_ends(ranks: list[int], reported: Iterable[str]) -> dict[int, tuple[int
     ],
     ids=["killed", "raised", "ended"],
 )
-def test_ranks_that_wait_for_a_lost_one_state_which_and_where(run, action, code, how):
-    """An exception on one rank only is, for the others, the loss of that rank."""
+def test_waiting_ranks_report_the_lost_rank_and_their_collective(run, action, code, how):
+    """For the other ranks, an exception on one rank is the loss of that rank."""
     first, lost, last = run(IN_RING + action)
     assert lost.code == code
     for rank, end in ((0, first), (2, last)):
-        assert end.code in (1, EXIT_CODE)  # the latter if rank 1 takes its time to go
+        assert end.code in (1, EXIT_CODE)  # EXIT_CODE if rank 1 exits slowly
         assert f"rank 1 was lost: {how}" in end.stated
         assert f"Rank {rank} was in all_gather of 0 in forward, microbatch 1, step 6" in end.stated
         assert "restart from the last checkpoint" in end.stated
-        assert end.at - lost.at < 10  # a bound that is promised, not a measurement
+        assert end.at - lost.at < 10  # a guaranteed bound, not a measurement
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_notice_a_loss_are_ended(run):
+def test_watchdog_ends_ranks_that_do_not_notice_a_lost_rank(run):
     first, lost, last = run(IN_RING + "os.kill(os.getpid(), signal.SIGKILL)", destinations=UNAWARE)
     for rank, end in ((0, first), (2, last)):
         assert end.code == EXIT_CODE
@@ -243,7 +244,7 @@ def outlive(pid):
 
 
 def check_lost(ends: list[Ended], places: dict[int, str]) -> None:
-    """Rank 1 was killed; the others ended soon after that, and have said where they were, if that is given."""
+    """Check that rank 1 was killed, and that the other ranks ended soon after and reported the given `places`."""
     first, lost, last = ends
     assert lost.code == -KILLED
     for rank, end in ((0, first), (2, last)):
@@ -254,14 +255,14 @@ def check_lost(ends: list[Ended], places: dict[int, str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_ends_ranks_that_wait_to_save(run):
-    """Before they make the process group of the first save, whose store would let them wait for 30 minutes."""
+def test_lost_rank_ends_ranks_that_wait_in_async_save(run):
+    """They have not yet created the process group of the first save, whose store would wait for 30 minutes."""
     ends = run(IN_RING + KILL, SAVES, destinations="start_save()")
     check_lost(ends, dict.fromkeys((0, 2), "was in async_save"))
 
 
 @pytest.mark.slow
-def test_a_loss_ends_ranks_whose_save_waits_in_the_background(run):
+def test_lost_rank_ends_ranks_with_a_pending_background_save(run):
     """Either the program waits for the save, or it has ended and Python waits for the thread."""
     action = "pending = start_save(hangs=True); time.sleep(1); " + KILL
     others = "pending = start_save()\nif dist.get_rank() == 0:\n    pending.wait()\nelse:\n    sys.exit()"
@@ -273,7 +274,7 @@ def test_a_loss_ends_ranks_whose_save_waits_in_the_background(run):
 
 
 @pytest.mark.slow
-def test_a_loss_ends_ranks_that_gather_a_parameter(run):
+def test_lost_rank_ends_ranks_that_wait_in_full_tensor(run):
     whole = "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else outlive(pids[0])"
     first, lost, _ = run(IN_RING + KILL, OUTLIVES, destinations=whole)
     assert lost.code == -KILLED
@@ -281,7 +282,7 @@ def test_a_loss_ends_ranks_that_gather_a_parameter(run):
 
 
 @pytest.mark.slow
-def test_a_parameter_that_one_rank_gathers_alone_is_reported_early(run):
+def test_full_tensor_called_on_one_rank_only_is_reported_early(run):
     """It is reported like a barrier that other ranks do not reach."""
     alone = "threading.Timer(6.5, lambda: os._exit(9)).start()\n"
     whole = alone + "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else dist.barrier()"
@@ -322,7 +323,7 @@ STORE = re.compile(r"(^|[._])store$")
 
 
 def waits_in(path: Path) -> list[str]:
-    """Calls that wait, but for those within `here.waiting`."""
+    """Return the calls that wait outside `here.waiting`."""
     tree = ast.parse(path.read_text())
     reported = [
         node
@@ -354,16 +355,16 @@ def test_every_wait_for_other_ranks_is_known_to_the_watchdog():
     assert used == WAITS_KNOWN.keys()
 
 
-def test_every_collective_that_has_a_number_is_compared_between_ranks():
-    """Else a rank that waits in another one of the same number seems to have sent what is waited for."""
+def test_only_collectives_compared_between_ranks_are_numbered():
+    """Otherwise a rank that waits in a different collective with the same number would appear to have sent its data."""
     numbers = re.compile(r"self\.started \+?= ")
     counting = [path for path in SOURCE.rglob("*.py") if numbers.search(path.read_text())]
     places = {path.relative_to(SOURCE).as_posix() for path in counting}
     assert places == {"comm/collectives.py", "liveness/rank_progress.py"}
 
 
-def test_no_lock_is_held_while_a_rank_waits_for_others():
-    """Else two threads that train two models wait for one another on two ranks."""
+def test_no_lock_is_held_while_waiting_for_other_ranks():
+    """Otherwise two threads that train two models could deadlock across two ranks."""
     sends = {"waiting", "wait", "neighbors", "all_gather", "all_reduce", "broadcast", "barrier", "gather_objects"}
     sends |= {
         "new_group",
@@ -385,7 +386,7 @@ def test_no_lock_is_held_while_a_rank_waits_for_others():
                 names = {each_node.attr for each_node in ast.walk(node) if isinstance(each_node, ast.Attribute)}
                 held += [f"{place}:{node.lineno}: {name}" for name in names & sends]
     assert held == []
-    # `visits_frames` holds it, without waiting. That of `RankProgress` is created by its dataclass.
+    # `visits_frames` holds this lock, without waiting. A dataclass creates the lock of `RankProgress`.
     assert locks == ["_compat.py"]
 
 
@@ -405,8 +406,8 @@ for unit in "012":
 
 
 @pytest.mark.slow
-def test_a_collective_that_takes_long_is_reported_once_and_the_job_goes_on(run):
-    """A look that fails is not the last one, and a GPU that cannot be asked is all that is not watched: told once."""
+def test_slow_collective_is_reported_once_and_the_job_continues(run):
+    """A failed check is retried. If a GPU cannot be queried, only its work is not watched. Both are reported once."""
     late = "await_reports(1) or time.sleep(2) if step == 4 else await_reports(2)"
     ends = run(late, FAILS + "set_collective_timeout(60, report_after=1)", steps="4 6")
     assert [end.code for end in ends] == [0] * WORLD
@@ -436,7 +437,7 @@ threading.Timer(3, go).start()
 
 
 @pytest.mark.slow
-def test_a_store_that_is_gone_is_reported_once_and_long_waits_are_reported_still(run):
+def test_lost_store_is_reported_once_and_long_waits_are_still_reported(run):
     ends = run("time.sleep(9)", STORE_GOES + "set_collective_timeout(60, report_after=5)")
     assert [end.code for end in ends] == [0] * WORLD
     for end in ends:
@@ -447,8 +448,8 @@ def test_a_store_that_is_gone_is_reported_once_and_long_waits_are_reported_still
 
 
 @pytest.mark.slow
-def test_a_rank_that_takes_its_time_in_the_first_step_is_neither_reported_nor_ends_the_job(run):
-    """Ranks may compile there."""
+def test_slow_rank_in_the_first_step_causes_no_report_and_no_timeout(run):
+    """Ranks may compile in the first step."""
     ends = run("time.sleep(5)", "set_collective_timeout(2, report_after=1)", steps="1")
     assert [(end.code, end.stated) for end in ends] == [(0, "")] * WORLD
 
@@ -471,10 +472,8 @@ GROUP = (GROUP_TIMEOUT, "4 s", "give init_process_group a longer timeout")
     ids=["busy", "stopped", "by the group's time"],
 )
 @pytest.mark.slow
-def test_a_collective_that_takes_too_long_ends_all_and_reports_where_each_is(
-    run, action, answer, setting, limit, advice
-):
-    """After the given time, or before the process group times out."""
+def test_collective_timeout_ends_all_ranks_and_reports_their_progress(run, action, answer, setting, limit, advice):
+    """The limit is the given time, or a time below the timeout of the process group."""
     ends = run(action, setting)
     waiting = [ends[0], ends[2]]
     assert all(end.code == EXIT_CODE for end in waiting)
@@ -490,13 +489,13 @@ def test_a_collective_that_takes_too_long_ends_all_and_reports_where_each_is(
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_a_time_that_is_none_is_refused(seconds):
+def test_set_collective_timeout_rejects_invalid_seconds(seconds):
     for call in (partial(set_collective_timeout, seconds), partial(set_collective_timeout, 60, report_after=seconds)):
         with pytest.raises(ConfigError, match=r"expected a positive number of seconds, or None"):
             call()
 
 
-def test_one_of_several_simultaneous_questions_is_asked_and_the_next_one_later():
+def test_board_asks_one_question_at_a_time():
     store = PatientStore(dist.HashStore(), 5)
     first, second = _Board(store), _Board(store)
     requested = first.ask(0, "report")
@@ -518,7 +517,7 @@ def test_one_of_several_simultaneous_questions_is_asked_and_the_next_one_later()
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([1.0, 5.0]), st.booleans()), min_size=1, max_size=4))
-def test_ranks_that_all_wait_for_long_and_not_for_the_same_are_split(answers):
+def test_board_is_split_if_all_ranks_wait_long_in_different_collectives(answers):
     store = PatientStore(dist.HashStore(), 5)
     board = _Board(store)
     requested = board.ask(0, "early")
@@ -526,13 +525,13 @@ def test_ranks_that_all_wait_for_long_and_not_for_the_same_are_split(answers):
         board.answer(requested, rank, place, seconds, is_waiting=is_waiting)
     stuck = all(seconds > 2 and is_waiting for _, seconds, is_waiting in answers)
     assert board.is_split(requested, len(answers)) == (stuck and len({place for place, _, _ in answers}) > 1)
-    assert not board.is_split(requested, len(answers) + 1)  # no answer is none
+    assert not board.is_split(requested, len(answers) + 1)  # a missing answer is not a wait
     store.close()
 
 
 @pytest.mark.slow
 def test_a_barrier_that_other_ranks_do_not_reach_is_reported_early(run):
-    """Such as after uneven numbers of batches."""
+    """This happens if ranks have different numbers of batches."""
     alone = "import threading; threading.Timer(5.5, lambda: os._exit(9)).start(); dist.barrier()"
     ends = run(alone, "import fullshard.liveness.watchdog as watchdog; watchdog._EARLY_S = 2.2")
     reports = "".join(end.stated for end in ends)
@@ -565,7 +564,7 @@ class SimulatedRank:
         self.pending.append((kind, name, group.started))
 
     def moves(self, ranks: list["SimulatedRank"]) -> bool:
-        """Do the next thing that this rank can do, if there is one."""
+        """Execute the next action that this rank can execute, and return whether there was one."""
         if self.awaited is None:
             if not self.program:
                 return False
@@ -611,7 +610,7 @@ def programs(draw) -> list[list[tuple[str, str]]]:
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(programs(), st.randoms(use_true_random=False))
-def test_ranks_are_in_a_deadlock_exactly_if_all_wait_and_none_can_ever_go_on(each, random):
+def test_is_deadlock_is_true_exactly_if_no_rank_can_ever_continue(each, random):
     """For any order of execution, and any delay of messages."""
     ranks = [SimulatedRank(rank, program) for rank, program in enumerate(each)]
     waits_for_ever = None
@@ -637,7 +636,7 @@ def wait_in_a_circle(rank: int, groups: list[dist.ProcessGroup]) -> str:
 
 
 def train_slowly(rank: int, groups: list[dist.ProcessGroup]) -> list[float]:
-    """First the messages of all ranks take longer than the watchdog waits, and then one rank does."""
+    """Train with slow messages on all ranks, then with one slow rank. Both exceed the watchdog's early limit."""
     wait_all, sums = PairwiseCollectives._wait_all, []
 
     def wait_long(self, works):
@@ -681,7 +680,7 @@ def wait_and_go_on(shares_memory: bool) -> tuple[list[float], str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shares_memory", [True, False])
-def test_ranks_that_wait_for_one_another_in_several_groups_raise_and_slow_ones_do_not(shares_memory):
+def test_deadlock_across_process_groups_raises_and_slow_ranks_do_not(shares_memory):
     results = run_ranks(WORLD, wait_and_go_on, shares_memory)
     for trained, error, after in results:
         assert trained == [8.0] * 6
@@ -696,7 +695,7 @@ def test_ranks_that_wait_for_one_another_in_several_groups_raise_and_slow_ones_d
 
 
 class SlowStore:
-    """Answers when it is let."""
+    """A store that answers only after `let` is set."""
 
     def __init__(self) -> None:
         self.let = Event()
@@ -706,7 +705,7 @@ class SlowStore:
         return keys == ["here"]
 
 
-def test_a_store_that_does_not_answer_is_waited_for_once():
+def test_patient_store_waits_for_an_unresponsive_store_once():
     slow = SlowStore()
     store = PatientStore(slow, 0.05)
     with pytest.raises(RuntimeError, match=r"did not answer in 0\.05 s"):
@@ -731,7 +730,7 @@ def ring_of(world: int) -> list[Ring]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_the_ring_reports_a_loss_from_a_farewell(world):
+def test_ring_distinguishes_a_lost_rank_from_a_farewell(world):
     rings = ring_of(world)
     assert not any(ring.lost_previous(0.01) for ring in rings)
     rings[0].leave(farewell=True)
@@ -743,7 +742,7 @@ def test_the_ring_reports_a_loss_from_a_farewell(world):
         ring.leave(farewell=True)
 
 
-def test_a_stranger_is_not_taken_for_a_rank():
+def test_ring_closes_connections_with_a_wrong_token():
     store = PatientStore(dist.HashStore(), 5)
     ring = Ring(store, 0, 2, silence_s=4)
     other = Ring(store, 1, 2, silence_s=4)
@@ -759,8 +758,8 @@ def test_a_stranger_is_not_taken_for_a_rank():
         each.leave(farewell=True)
 
 
-def test_strangers_that_send_nothing_or_too_little_keep_nobody_waiting():
-    """Any user of the host can connect. 200 such connections took 5 s each, in which no loss was noticed."""
+def test_ring_is_not_delayed_by_connections_without_a_valid_token():
+    """Any user of the host can connect. Each of 200 such connections once took 5 s, in which no loss was noticed."""
     store = PatientStore(dist.HashStore(), 5)
     ring, other = (Ring(store, rank, 2, silence_s=4) for rank in range(2))
     assert not ring.join()
@@ -780,8 +779,8 @@ def test_strangers_that_send_nothing_or_too_little_keep_nobody_waiting():
     ring.leave(farewell=True)
 
 
-def test_a_rank_listens_where_the_previous_one_can_connect_and_nowhere_else():
-    """By the loopback address on one host; by the address in use if the host is not known, or a different one."""
+def test_ring_listens_only_on_the_address_needed_by_the_previous_rank():
+    """This is the loopback address on one host, and the outgoing address if the host is unknown or a different one."""
     rings = ring_of(3)
     assert [ring._server.getsockname()[0] for ring in rings] == ["127.0.0.1"] * 3
     for ring in rings:
@@ -814,7 +813,7 @@ def listening_addresses() -> set[str]:
 @pytest.mark.slow
 @on_new_ranks(2)
 def test_ranks_of_one_host_listen_at_the_loopback_address_only():
-    """Includes gloo's addresses if it is configured so, as it is on the ranks of these tests."""
+    """This includes gloo's addresses, because the ranks of these tests configure gloo for it."""
     model = fullshard.fully_shard(torch.nn.Linear(8, 8))
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
@@ -824,7 +823,7 @@ def test_ranks_of_one_host_listen_at_the_loopback_address_only():
     assert addresses == {"0100007F"}
 
 
-def test_rank_progress_report_the_collective_the_step_and_the_line():
+def test_rank_progress_reports_collective_step_and_line():
     me = RankProgress(step=4)
     assert "there has been none" in str(me)
     with me.waiting("all_gather", Origin("layers.3", Phase.FORWARD, 2)):
@@ -855,8 +854,8 @@ visits_pause_collections = pytest.mark.skipif(
         (lambda thread: in_pass_for_inputs(), "_takes_inputs"),
     ],
 )
-def test_no_garbage_is_collected_while_frames_of_another_thread_are_visited(visit, visitor):
-    """The other thread could run meanwhile and return from these frames, whose memory would be read or written."""
+def test_garbage_collection_pauses_while_visiting_frames_of_a_thread(visit, visitor):
+    """A collection would let the other thread run and return from these frames. Their memory would then be invalid."""
     importlib.import_module("torch.distributed.pipelining._backward")
     begun, ended, collecting = allocate_lock(), allocate_lock(), []
     begun.acquire()
@@ -887,7 +886,7 @@ def test_no_garbage_is_collected_while_frames_of_another_thread_are_visited(visi
 
 
 @visits_pause_collections
-def test_a_process_that_is_forked_during_a_visit_collects_garbage():
+def test_process_forked_during_a_frame_visit_collects_garbage():
     begun = Event()
 
     @visits_frames
@@ -905,7 +904,7 @@ def test_a_process_that_is_forked_during_a_visit_collects_garbage():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_the_first_step_ends_with_the_second_one_or_when_collectives_repeat():
+def test_first_step_ends_at_the_second_step_or_if_collectives_repeat():
     me = RankProgress()
 
     def in_first_step(unit: str, phase: Phase = Phase.FORWARD) -> bool:
@@ -922,7 +921,7 @@ def test_the_first_step_ends_with_the_second_one_or_when_collectives_repeat():
 
 
 class End:
-    """The end of something that a GPU carries out, when the test says so."""
+    """A fake event of GPU work. The test sets `reached` when the work ends."""
 
     def __init__(self, *, reached: bool = False) -> None:
         self.reached = reached
@@ -936,8 +935,8 @@ def queue(me: RankProgress, *ends: End | None) -> None:
         me.queue("all_gather", Origin("0", Phase.FORWARD, 1), end)
 
 
-def test_finished_work_of_a_gpu_is_dropped_without_a_request():
-    """A world of one rank has no watchdog."""
+def test_rank_progress_drops_finished_gpu_work_without_being_queried():
+    """With a world size of 1, no watchdog queries the progress."""
     me = RankProgress()
     ends = [End(reached=True) for _ in range(100)]
     kept = [weakref.ref(end) for end in ends]
@@ -948,11 +947,11 @@ def test_finished_work_of_a_gpu_is_dropped_without_a_request():
     assert me.task is None
 
 
-def test_two_threads_that_look_at_once_forget_nothing_that_is_under_way():
+def test_concurrent_queries_of_rank_progress_keep_pending_work():
     me = RankProgress()
 
     class Interrupting(End):
-        """Another thread looks before the answer is here."""
+        """Another thread queries the progress before this query returns."""
 
         def query(self) -> bool:
             if not self.reached:
@@ -968,8 +967,8 @@ def test_two_threads_that_look_at_once_forget_nothing_that_is_under_way():
     assert me.task.ended is last
 
 
-def test_of_a_long_queue_each_collective_is_waited_for_since_the_one_before_it_had_ended(monkeypatch):
-    """Else the host, far ahead of a GPU, makes what runs late look stuck."""
+def test_wait_time_of_a_queued_collective_starts_after_its_predecessor(monkeypatch):
+    """Otherwise queued collectives would look stuck if the host runs far ahead of the GPU."""
     now = 0.0
     monkeypatch.setattr("fullshard.liveness.rank_progress.monotonic", lambda: now)
     me, ends = RankProgress(), [End() for _ in range(4)]
@@ -991,7 +990,7 @@ def test_of_a_long_queue_each_collective_is_waited_for_since_the_one_before_it_h
 
 
 @pytest.mark.parametrize("silence_s", [4, 30])
-def test_the_system_probes_a_silent_host_for_the_given_time(silence_s):
+def test_tcp_keepalive_probes_a_silent_host_for_the_given_time(silence_s):
     """Includes a host that becomes silent just before the first request."""
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()) as connection:
@@ -1000,7 +999,7 @@ def test_the_system_probes_a_silent_host_for_the_given_time(silence_s):
         interval_s, probes = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in options)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     assert interval_s * probes == silence_s
-    assert probes > 1  # one that is lost on its way is nothing
+    assert probes > 1  # one lost probe has no effect
 
 
 def test_a_board_reports_for_how_long_its_store_has_been_silent():
@@ -1026,8 +1025,8 @@ def test_a_board_reports_for_how_long_its_store_has_been_silent():
     store.close()
 
 
-def test_no_rank_waits_for_a_report_in_a_closed_store():
-    """The rank that collects it has ended, too, and waiting ranks fail in their collectives first."""
+def test_await_account_does_not_wait_for_a_closed_store():
+    """The rank that collects the report has ended, too, and waiting ranks fail in their collectives first."""
     requested = 0
 
     class Gone:

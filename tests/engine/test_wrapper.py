@@ -1,4 +1,4 @@
-"""Arguments and results of the two front ends: every argument works as documented, or is refused."""
+"""Arguments and results of the two front ends: every argument works as documented, or raises."""
 
 import copy
 import io
@@ -60,14 +60,14 @@ LAYERS = ModuleWrapPolicy({Layer})
 
 
 def wrapped(model: nn.Module | None = None, **options: Any) -> FullyShardedDataParallel:
-    """Return a chain of the same weights whenever it is built, a unit per layer and a root unit."""
+    """Return a chain that always has the same initial weights, with a unit per layer and a root unit."""
     model = Chain() if model is None else model
     initialize(model)
     return FullyShardedDataParallel(model, **{"auto_wrap_policy": LAYERS, **options})
 
 
 def learn(model: nn.Module, steps: int = 3, part: bool = False) -> list[Any]:
-    """Losses, gradients and weights of some steps; with `part`, every rank has its own rows."""
+    """Return losses, gradients and weights of some steps. With `part`, each rank trains on its own rows."""
 
     def loss_of(model: nn.Module, step: int) -> Tensor:
         x = inputs(step).tensor_split(dist.get_world_size())[dist.get_rank()] if part else inputs(step)
@@ -76,7 +76,7 @@ def learn(model: nn.Module, steps: int = 3, part: bool = False) -> list[Any]:
     return small_models.learn(model, steps, loss_of)
 
 
-# -- being a module ---------------------------------------------------------------------------------------------------
+# -- module interface -------------------------------------------------------------------------------------------------
 
 
 class Talking(Chain):
@@ -111,7 +111,7 @@ STRUCTURE = f"""FullyShardedDataParallel(
 
 
 @on_ranks(2)
-def test_a_wrapper_looks_like_the_module_in_it():
+def test_wrapper_exposes_the_interface_of_the_wrapped_module():
     plain, model = Talking(), wrapped(Talking())
     assert str(model) == STRUCTURE
     assert isinstance(model.module, Talking)
@@ -136,7 +136,7 @@ def test_a_wrapper_looks_like_the_module_in_it():
 
 
 @on_ranks(2)
-def test_units_are_found_and_the_root_is_known():
+def test_fsdp_modules_and_check_is_root_return_units_and_root():
     inner = FullyShardedDataParallel(Layer())
     model = FullyShardedDataParallel(Chain([inner, Layer()]), auto_wrap_policy=LAYERS)
     assert FullyShardedDataParallel.fsdp_modules(model) == [model, inner, model.layers[1]]
@@ -170,13 +170,13 @@ def apply_a_function(shard: Shard) -> list[Any]:
     return [*left, *learn(model, steps=1), visited]
 
 
-def test_apply_sees_whole_parameters_and_what_it_leaves_is_kept():
+def test_apply_sees_unsharded_parameters_and_keeps_changes():
     run_ranks(2, agree_with_plain, apply_a_function)
 
 
 @on_ranks(2)
-def test_pickles_are_refused_with_the_remedy():
-    """A whole model cannot be pickled by any method, nor can the content of a wrapper."""
+def test_pickling_raises_and_recommends_state_dict():
+    """Neither a sharded model nor the module in a wrapper can be pickled, by any method."""
     inside = fully_shard(nn.Sequential(nn.Linear(4, 4)))
     for model in (wrapped(), wrapped().module, chain(fully_shard), nn.Sequential(inside), nn.Sequential(wrapped())):
         for copies in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
@@ -186,11 +186,11 @@ def test_pickles_are_refused_with_the_remedy():
         copy.copy(inside)
 
 
-# -- which ranks, which strategy --------------------------------------------------------------------------------------
+# -- ranks and strategies ---------------------------------------------------------------------------------------------
 
 
 def shard_over_some() -> tuple[int, list[Any]]:
-    """Two groups of two ranks train alone."""
+    """Train separately in two groups of two ranks."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = groups[dist.get_rank() // 2]
     model = wrapped(process_group=group)
@@ -198,7 +198,7 @@ def shard_over_some() -> tuple[int, list[Any]]:
 
 
 @pytest.mark.slow
-def test_a_process_group_states_which_ranks_share():
+def test_process_group_selects_the_ranks_to_shard_over():
     for size, left in run_ranks(4, shard_over_some):
         assert size == 2
         assert_same(left, run_ranks(2, learn_wrapped, 1)[0])
@@ -210,8 +210,8 @@ def learn_wrapped(steps: int) -> list[Any]:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_every_strategy_is_taken_by_its_value_its_name_and_its_placements():
-    """All have the same numbers, with different data on every rank. Without a strategy it is FULL_SHARD."""
+def test_sharding_strategy_accepts_enum_value_and_placements():
+    """All strategies give bitwise equal results, with different data on every rank. The default is FULL_SHARD."""
     assert {strategy.name for strategy in ShardingStrategy} >= {
         "FULL_SHARD",
         "SHARD_GRAD_OP",
@@ -233,8 +233,8 @@ def test_every_strategy_is_taken_by_its_value_its_name_and_its_placements():
 
 
 @on_ranks(4)
-def test_a_mesh_of_two_axes_replicates_over_the_first():
-    """For every strategy."""
+def test_2d_mesh_replicates_over_its_first_dimension():
+    """Test the wrapper and `fully_shard`."""
     for shape, names in (((4,), ("shard",)), ((2, 2), ("replicate", "shard"))):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for model in (wrapped(device_mesh=mesh), chain(partial(fully_shard, mesh=mesh))):
@@ -246,7 +246,7 @@ def test_a_mesh_of_two_axes_replicates_over_the_first():
             assert set(record.names()) == {"all_gather", "reduce_scatter", *(["all_reduce"] if len(shape) > 1 else [])}
 
 
-# -- ignored ----------------------------------------------------------------------------------------------------------
+# -- ignored modules and parameters -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_a_mesh_of_two_axes_replicates_over_the_first():
     [("ignored_modules", "modules"), ("ignored_states", "modules"), ("ignored_states", "parameters")],
 )
 @on_ranks(2)
-def test_what_is_ignored_stays_as_it_is(argument, what):
-    """The same parameter objects, unsharded, plain and not synchronized. Ignored modules are not units."""
+def test_ignored_modules_and_parameters_stay_plain_and_unsynchronized(argument, what):
+    """They keep the same plain, unsharded parameters and are not synchronized. Ignored modules are not units."""
     for strategy in ONE_AXIS:
         model = Chain()
         modules, params = [model.layers[1], model.head], [model.layers[1].up.weight, model.head.bias]
@@ -281,7 +281,7 @@ def gradient_of(param: nn.Parameter) -> Tensor:
     return param.grad.full_tensor()
 
 
-def test_gradients_of_what_is_ignored_are_each_rank_s_own():
+def test_gradients_of_ignored_modules_are_not_reduced():
     (first, shared), (second, same) = run_ranks(2, ignored_gradients_stay_own)
     assert not torch.equal(first, second)
     assert_same(shared, same)
@@ -291,7 +291,7 @@ def test_gradients_of_what_is_ignored_are_each_rank_s_own():
 
 
 class Telling(nn.Module):
-    """Notes the dtypes that its forward sees: of the input, the weight and two buffers."""
+    """Records the dtypes in forward: of the input, the weight and two buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,8 +336,8 @@ F32, BF16, INT = torch.float32, torch.bfloat16, torch.int64
     ],
 )
 @on_ranks(2)
-def test_dtypes_are_those_of_the_policy(precision, root, inner, reduced_itemsize):
-    """Dtypes of inputs, weights and buffers in compute and communication. Stored and stepped values keep theirs."""
+def test_mixed_precision_sets_compute_buffer_and_reduction_dtypes(precision, root, inner, reduced_itemsize):
+    """Check dtypes of inputs, weights and buffers in compute and communication. Sharded values keep their dtype."""
     model = Telltale()
     sharded = FullyShardedDataParallel(model, mixed_precision=precision, auto_wrap_policy=ModuleWrapPolicy({Inner}))
     separate = isinstance(model.norm, FullyShardedDataParallel)
@@ -396,7 +396,7 @@ def test_buffers_of_ignored_modules_keep_their_dtype():
 
 @pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.BatchNorm1d})])
 @on_ranks(1)
-def test_modules_that_share_a_buffer_share_it_in_the_dtype_of_buffers(policy):
+def test_shared_buffer_stays_shared_after_cast_to_buffer_dtype(policy):
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     model[1].running_mean = model[0].running_mean
     wrapped = FullyShardedDataParallel(
@@ -437,7 +437,7 @@ def test_buffers_that_are_distributed_tensors_are_broadcast():
 
 
 @on_ranks(1)
-def test_separate_classes_can_be_chosen():
+def test_mixed_precision_module_classes_to_ignore_can_be_empty():
     precision = MixedPrecision(param_dtype=BF16, _module_classes_to_ignore=())
     model = wrapped(Chain(), mixed_precision=precision).module
     assert not isinstance(model.layers[0].norm, FullyShardedDataParallel)
@@ -469,7 +469,7 @@ class Normed(nn.Module):
 
 
 @on_ranks(2)
-def test_separate_classes_compute_in_full_precision_as_in_torch():
+def test_module_classes_to_ignore_compute_in_full_precision_like_fsdp1():
     """Their inputs are cast to full precision, and their outputs back to the dtype of the inputs."""
 
     def losses(wrapper: Any, precision: Any, policy: Any, **options: Any) -> list[Any]:
@@ -499,7 +499,7 @@ def test_separate_classes_compute_in_full_precision_as_in_torch():
 
 @contextmanager
 def noting_compute(model: nn.Module, record: Recorder) -> Iterator[dict[str, list[int]]]:
-    """For each layer, how many gathers had been started when its forward and its backward computed."""
+    """Yield, per layer, how many all-gathers had started when its forward and its backward ran."""
     started: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def note(phase: str) -> None:
@@ -541,8 +541,8 @@ LATE, BETWEEN, EARLY = ["pre-backward"] * 4, ["pre-backward", *["backward"] * 3]
     ],
 )
 @on_ranks(2)
-def test_gathers_start_as_early_as_requested(options, forward, backward, phases):
-    """How many have been started when a layer computes in forward and in backward, and what for."""
+def test_prefetch_options_set_when_all_gathers_start(options, forward, backward, phases):
+    """Count the all-gathers started before each layer's forward and backward, and compare their phases."""
     model = wrapped(**options)
     expected = learn(model, steps=2)  # the order of units is known after these steps
     assert_same(expected, learn(wrapped(), steps=2))
@@ -574,13 +574,13 @@ def values_of_rank(rank: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("shape", [None, (2, 2)])
-def test_with_sync_module_states_all_ranks_have_the_first_one_s_values(shape):
+def test_sync_module_states_broadcasts_values_of_rank_0(shape):
     """Parameters and buffers of every unit."""
     for values in run_ranks(4 if shape else 3, share_values, True, shape):
         assert_same(values, values_of_rank(0))
 
 
-def test_without_sync_module_states_each_rank_s_shards_are_its_own():
+def test_each_rank_keeps_its_values_without_sync_module_states():
     for rank, values in enumerate(run_ranks(2, share_values, False, None)):
         assert_same([values["table"], values["count"]], [values_of_rank(rank)["table"], values_of_rank(rank)["count"]])
         up = values["layers.0.up.weight"]
@@ -588,7 +588,7 @@ def test_without_sync_module_states_each_rank_s_shards_are_its_own():
 
 
 @on_ranks(1)
-def test_the_cpu_computes_if_requested_or_if_there_is_nothing_else():
+def test_device_id_selects_cpu_explicitly_or_without_accelerator():
     for device in (None, torch.device("cpu")):
         assert next(wrapped(device_id=device).parameters()).device.type == "cpu"
 
@@ -635,14 +635,14 @@ def gathers_in_backward() -> list[str]:
     return [event.origin.unit for event in record.collectives("all_gather")]
 
 
-def test_a_unit_that_backward_does_not_read_needs_no_gather_there():
+def test_set_unshard_in_backward_false_skips_the_all_gather():
     run_ranks(2, agree_with_plain, embedding_left_alone_in_backward)
     for gathered in run_ranks(2, gathers_in_backward):
         assert gathered == ["layers.1", "layers.0"]
 
 
 @on_ranks(2)
-def test_gradients_are_divided_by_what_is_requested():
+def test_gradient_divide_factor_applies_to_its_unit_only():
     """The factor applies to that unit alone. Powers of two are exact."""
     expected = learn(chain(fully_shard), steps=1)[1]
     for name in ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"):
@@ -655,8 +655,8 @@ def test_gradients_are_divided_by_what_is_requested():
 
 
 @on_ranks(2)
-def test_switches_that_change_nothing_change_nothing():
-    """Switches without an effect here change no bit."""
+def test_switches_without_effect_keep_results_bitwise_equal():
+    """Results are bitwise equal with switches that have no effect here."""
     expected = learn(chain(fully_shard))
     model = chain(fully_shard)
     model.set_force_sum_reduction_for_comms(True)
@@ -674,7 +674,7 @@ def fail(*_: Any) -> None:
 
 
 @on_ranks(2)
-def test_a_failed_step_can_be_cleared_up_by_hand():
+def test_reset_iter_state_recovers_from_a_failed_step():
     expected, model = learn(chain(fully_shard)), chain(fully_shard)
     handle = model.layers[2].register_full_backward_hook(fail)
     with pytest.raises(Stop):
@@ -690,11 +690,11 @@ def test_a_failed_step_can_be_cleared_up_by_hand():
         model(inputs())
 
 
-# -- along which dim --------------------------------------------------------------------------------------------------
+# -- sharded dim ------------------------------------------------------------------------------------------------------
 
 
 def last_dim(param: nn.Parameter) -> Cut | None:
-    """Along the last dim, told from the end; left open for what has only one."""
+    """Shard along the last dim, given as -1. Return None for parameters with a single dim."""
     return Cut(-1) if param.ndim > 1 else None
 
 
@@ -709,15 +709,15 @@ def cut_along_the_last_dim(shard: Shard) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_parameters_are_sharded_along_the_requested_dims(world):
-    """Bits equal plain training under every strategy."""
+def test_parameters_are_sharded_along_requested_dims(world):
+    """Results are bitwise equal to plain training under every strategy."""
     run_ranks(world, agree_with_plain, cut_along_the_last_dim)
 
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_the_dim_changes_no_number():
-    """Uneven parts, and parts that groups of ranks keep, give the same numbers along any dim."""
+def test_sharded_dim_does_not_change_results():
+    """Uneven shards, and shards that groups of ranks keep, give the same results along any dim."""
     for options in ({}, {"reshard_after_forward": 2}, {"strategy": "zero1"}):
         expected = learn(chain(partial(fully_shard, **options)), part=True)
         for choose in (last_dim, lambda param: Cut(0), lambda param: None):
@@ -729,7 +729,7 @@ def test_the_dim_changes_no_number():
 
 @pytest.mark.parametrize("answer", [Cut(2), Cut(-3), Replicate(), 0, "0"])
 @on_ranks(2)
-def test_a_placement_that_cannot_be_is_refused(answer):
+def test_shard_placement_fn_with_invalid_placement_raises(answer):
     model = chain(leave)
     with pytest.raises(ConfigError) as error, recording() as record:
         fully_shard(model, shard_placement_fn=lambda param: answer)
@@ -739,11 +739,11 @@ def test_a_placement_that_cannot_be_is_refused(answer):
     assert "Return Shard(dim) with one of its 1 dims" in message
 
 
-# -- what users do to modules after sharding --------------------------------------------------------------------------
+# -- changes to modules after sharding --------------------------------------------------------------------------------
 
 
 def cast_a_part(shard: Shard) -> list[Any]:
-    """One part of a unit after another, none of them a unit itself."""
+    """Cast the submodules of a unit one after another. None of them is a unit itself."""
     model = Chain()
     initialize(model)
     model = shard(model)
@@ -758,7 +758,7 @@ def test_parts_of_a_unit_can_be_cast_one_after_another():
 
 
 @on_ranks(2)
-def test_parts_of_a_unit_of_different_dtypes_are_refused():
+def test_unit_with_parameters_of_different_dtypes_raises():
     model = chain(fully_shard)
     model.layers[0].norm.double()
     with pytest.raises(ConfigError, match=r"up.weight now has dtype torch.float32, but norm.weight has torch.float64"):
@@ -781,7 +781,7 @@ def remove_weight(model: Any) -> None:
     ],
 )
 @on_ranks(2)
-def test_what_replaces_a_sharded_parameter_is_not_ignored_in_silence(change, by):
+def test_replaced_or_removed_parameter_raises_in_forward(change, by):
     messages = []
     for shard in (partial(chain, fully_shard), wrapped):
         for steps in (0, 2):
@@ -797,8 +797,8 @@ def test_what_replaces_a_sharded_parameter_is_not_ignored_in_silence(change, by)
 
 
 @on_ranks(2)
-def test_a_wrapper_around_a_wrapper_changes_nothing():
-    """torch allows it, too."""
+def test_nested_wrappers_do_not_change_results():
+    """torch also allows nested wrappers."""
     expected = None
     for wrappers in (1, 2, 3):
         model = chain(leave)
@@ -816,7 +816,7 @@ def test_a_wrapper_around_a_wrapper_changes_nothing():
 
 
 @on_ranks(2)
-def test_scripts_read_arguments_back():
+def test_wrapper_attributes_return_constructor_arguments():
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD):
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -843,7 +843,7 @@ def test_scripts_read_arguments_back():
 
 
 def wholes_of(learned: list[Any]) -> list[Tensor]:
-    """The weights at the end of `learn`."""
+    """Return the final weights from the result of `learn`."""
     return list(learned[-1].values())
 
 
@@ -857,7 +857,7 @@ def wholes_of(learned: list[Any]) -> list[Tensor]:
     ],
 )
 @on_ranks("world")
-def test_a_hook_of_torch_s_sets_the_dtype_of_the_reduction(world, options):
+def test_torch_comm_hooks_set_the_reduction_dtype(world, options):
     hooks = {
         default_hooks.allreduce_hook: (None, DefaultState),
         default_hooks.reduce_scatter_hook: (None, DefaultState),
@@ -876,7 +876,7 @@ def test_a_hook_of_torch_s_sets_the_dtype_of_the_reduction(world, options):
 
 
 @on_ranks(2)
-def test_a_hook_can_be_registered_between_steps():
+def test_comm_hook_can_be_registered_between_steps():
     model, expected = wrapped(), wrapped(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
     optimizer = sgd(model)
     model(inputs(0)).sum().backward()

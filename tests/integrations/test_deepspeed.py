@@ -1,6 +1,6 @@
-"""A script for DeepSpeed trains with the numbers that DeepSpeed gives it, and each key of its configuration counts.
+"""DeepSpeed scripts train with DeepSpeed's results, and every key of the configuration is handled.
 
-What DeepSpeed does is recorded in `tests/data/deepspeed` by `tests/deepspeed_runs.py`.
+`tests/deepspeed_runs.py` records DeepSpeed's results in `tests/data/deepspeed`.
 """
 
 import importlib.util
@@ -65,7 +65,7 @@ def recorded() -> dict[str, Any]:
     return json.loads((RECORDED / "recorded.json").read_text())
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 def train_every_case() -> dict[str, list[dict[str, float]]]:
@@ -78,7 +78,7 @@ def own() -> list[dict[str, list[dict[str, float]]]]:
 
 
 def assert_close(own: Any, peer: Any, name: str) -> None:
-    """Rounding: of float32, or of 16 bits after some steps."""
+    """Allow for rounding: of float32, or of 16-bit dtypes after some steps."""
     tolerance = 2e-5 if name in ("unclipped", "clipped_hard") or "_" not in name else 2e-2
     for rank, (local, its) in enumerate(zip(own, peer, strict=True)):
         for step, (one, other) in enumerate(zip(local, its, strict=True)):
@@ -87,11 +87,11 @@ def assert_close(own: Any, peer: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_are_those_that_deepspeed_gave(name):
+def test_losses_norms_and_rates_match_recorded_deepspeed_runs(name):
     assert_close([rank[name] for rank in own()], recorded()["runs"][name], name)
 
 
-def test_stages_with_the_same_reduction_agree_bit_for_bit():
+def test_deepspeed_stages_with_same_reduction_are_bitwise_equal():
     for rank in own():
         assert rank["stage0"] == rank["stage1"]
         assert rank["stage2"] == rank["stage3"]
@@ -100,7 +100,7 @@ def test_stages_with_the_same_reduction_agree_bit_for_bit():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed itself is not installed")
-def test_the_record_is_what_deepspeed_does_today(tmp_path):
+def test_recorded_results_match_installed_deepspeed(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     script = Path(__file__).parents[1] / "deepspeed_runs.py"
@@ -113,7 +113,7 @@ def test_the_record_is_what_deepspeed_does_today(tmp_path):
 
 
 def train_plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return the same loop in plain PyTorch, over the batches of both ranks, without clipping."""
+    """Train the same loop in plain PyTorch, on the batches of rank 0, without clipping."""
     model = small()
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.05, betas=(0.9, 0.99))
     losses = []
@@ -128,7 +128,7 @@ def train_plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def train_identically(stage: int, **offload_optimizer: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Both ranks with the first one's batches, so that their mean is exact."""
+    """Train both ranks on the batches of rank 0, so that the mean of their gradients is exact."""
     its = {key: value for key, value in config(stage, gradient_clipping=0.0).items() if key != "scheduler"}
     if offload_optimizer:
         its["zero_optimization"] = {**its["zero_optimization"], "offload_optimizer": offload_optimizer}
@@ -145,7 +145,7 @@ def train_identically(stage: int, **offload_optimizer: Any) -> tuple[list[float]
 
 
 @on_ranks(2)
-def test_numbers_are_those_of_a_plain_loop_bit_for_bit(tmp_path):
+def test_deepspeed_stages_match_plain_pytorch_bitwise(tmp_path):
     on_disk = {"device": "nvme", "nvme_path": tmp_path}
     some = [train_identically(2, ratio=0.5, **on_disk), train_identically(3, **on_disk)]
     plain, *sharded = [train_plainly(), *(train_identically(stage) for stage in (0, 1, 2, 3)), *some]
@@ -157,7 +157,7 @@ def test_numbers_are_those_of_a_plain_loop_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_rates_are_deepspeeds(name):
+def test_learning_rate_schedules_match_deepspeed(name):
     cls, arguments = SCHEDULES[name]
     optimizer = adam_of_two_groups()
     found = rates(OWN[cls](optimizer, **arguments), optimizer)
@@ -166,7 +166,7 @@ def test_rates_are_deepspeeds(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_goes_on_from_its_state(name):
+def test_learning_rate_schedule_resumes_from_state_dict(name):
     cls, arguments = SCHEDULES[name]
     optimizer, again = adam_of_two_groups(), adam_of_two_groups()
     whole_way = OWN[cls](optimizer, **arguments)
@@ -178,7 +178,7 @@ def test_a_schedule_goes_on_from_its_state(name):
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_loss_scales_are_deepspeeds(name):
+def test_loss_scales_match_deepspeed(name):
     item = SCALES[name]
     scale = LossScale(
         scale=item["scale"],
@@ -196,7 +196,7 @@ def test_loss_scales_are_deepspeeds(name):
     assert scales(update, PATTERN) == recorded()["scales"][name]
 
 
-def test_a_loss_scale_that_cannot_fall_states_so():
+def test_overflow_at_the_smallest_loss_scale_raises():
     scale = LossScale(scale=1.0, adapts=True, hysteresis=1)
     with pytest.raises(StateError, match=r"smallest loss scale, 1: training has diverged"):
         scale.update(True)
@@ -206,7 +206,7 @@ def test_a_loss_scale_that_cannot_fall_states_so():
 
 
 @on_ranks(2)
-def test_an_engine_counts_and_reports():
+def test_deepspeed_engine_reports_counters_and_raises_on_misuse():
     stated: dict[str, Any] = {}
     engine, optimizer, loader, scheduler = deepspeed.initialize(
         model=small(), config=config(3, steps_per_print=1), training_data=[tokens_of(0, 0, 0)[0]] * 8
@@ -248,8 +248,8 @@ def test_an_engine_counts_and_reports():
 
 @pytest.mark.slow
 @on_ranks(1)
-def test_every_step_has_all_its_microbatches(tmp_path):
-    """Whatever happens between microbatches: a new batch size, a save, or a load in the middle of a step."""
+def test_every_step_accumulates_all_its_microbatches(tmp_path):
+    """Between microbatches, the test changes the batch size, saves or loads, also in the middle of a step."""
     for seed in range(4):
         choose = random.Random(seed)
         engine, waiting, folder = start(deepspeed, config(choose.choice([1, 3]))), 0, f"{tmp_path}/{seed}"
@@ -276,7 +276,7 @@ def test_every_step_has_all_its_microbatches(tmp_path):
 
 
 @on_ranks(2)
-def test_a_script_may_mark_the_last_microbatch_of_a_step():
+def test_set_gradient_accumulation_boundary_matches_counted_boundaries():
     for stage in (1, 3):
         counted, marked = start(deepspeed, config(stage)), start(deepspeed, config(stage))
         for step in range(2):
@@ -303,7 +303,7 @@ def count_reductions(stage: int) -> int:
 
 
 @on_ranks(2)
-def test_stages_without_sharded_gradients_reduce_once_a_step():
+def test_stages_without_sharded_gradients_reduce_once_per_step():
     counts = [count_reductions(stage) for stage in (0, 1, 2, 3)]
     assert counts[0] == counts[1] == counts[2] // MICROBATCHES == counts[3] // MICROBATCHES > 0
 
@@ -317,14 +317,14 @@ def differ_by_rank() -> dict[str, torch.Tensor]:
     return {name: whole(value) for name, value in on_meta.state_dict().items()}
 
 
-def test_every_rank_has_the_first_ones_values():
+def test_initialize_broadcasts_values_of_rank_0():
     one, other = run_ranks(2, differ_by_rank)
     assert_same(one, other)
     assert all(value.isfinite().all() and value.any() for value in one.values())
 
 
 @on_ranks(2)
-def test_gradients_are_summed_where_requested():
+def test_gradient_allreduce_op_sum_sums_gradients():
     grads = []
     for operation in ("mean", "sum"):
         model = nn.Linear(2, 2, bias=False)
@@ -341,7 +341,7 @@ def test_gradients_are_summed_where_requested():
 
 
 def save_halfway(folder: str, stage: int) -> list[dict[str, float]]:
-    """Return the numbers after a checkpoint."""
+    """Save a checkpoint halfway and return the results of the remaining steps."""
     engine = start(deepspeed, config(stage, fp16={"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}))
     list(train(engine, range(SAVED_AT)))
     engine.save_checkpoint(folder, client_state={"epoch": 7})
@@ -359,7 +359,7 @@ def save_and_go_on(folder: str, saved: int, loaded: int) -> Any:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(3, 3), (3, 2), (1, 1)])
-def test_a_run_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path, saved, loaded):
+def test_resumed_deepspeed_engine_matches_uninterrupted_run(tmp_path, saved, loaded):
     for expected, (numbers, path, client_state, steps) in run_ranks(2, save_and_go_on, str(tmp_path), saved, loaded):
         assert numbers == expected
         assert client_state == {"epoch": 7}
@@ -392,8 +392,8 @@ def go_on_at_two_stages(folder: str) -> Any:
 
 
 @pytest.mark.slow
-def test_deepspeeds_runs_go_on_here(tmp_path, capsys):
-    """With DeepSpeed's own numbers, also under another stage."""
+def test_imported_deepspeed_checkpoints_resume_with_deepspeed_results(tmp_path, capsys):
+    """The results are those of DeepSpeed, also under another stage."""
     for case in IMPORTED:
         out = tmp_path / case
         assert main(["checkpoint", "import-deepspeed", str(RECORDED / case), str(out)]) == 0
@@ -443,8 +443,8 @@ def test_an_incomplete_deepspeed_checkpoint_is_reported(tmp_path, missing, state
     assert stated in capsys.readouterr().err
 
 
-def test_counters_of_deepspeeds_own_adam_are_of_each_parameter(tmp_path, capsys):
-    """Its kernel counts steps for a group of parameters, torch's for each."""
+def test_import_converts_deepspeed_adam_step_counters_per_parameter(tmp_path, capsys):
+    """DeepSpeed's kernel counts steps per parameter group, torch's per parameter."""
     shutil.copytree(RECORDED / "stage1", tmp_path / "in")
     for path in (tmp_path / "in").glob("*_optim_states.pt"):
         with _knowing_deepspeeds_classes():
@@ -453,7 +453,7 @@ def test_counters_of_deepspeeds_own_adam_are_of_each_parameter(tmp_path, capsys)
             del values["step"]
         for group in inner["base_optimizer_state"]["param_groups"]:
             group |= {"step": 3, "bias_correction": True}
-        left_out = ("loss_scaler", "zero_stage", "param_slice_mappings")  # which have objects of DeepSpeed's
+        left_out = ("loss_scaler", "zero_stage", "param_slice_mappings")  # they contain DeepSpeed objects
         kept = {name: item for name, item in inner.items() if name not in left_out}
         torch.save({"optimizer_state_dict": {**kept, "zero_stage": 1}}, path)
     for name, folder in (("a", tmp_path / "in"), ("b", RECORDED / "stage1")):
@@ -463,7 +463,7 @@ def test_counters_of_deepspeeds_own_adam_are_of_each_parameter(tmp_path, capsys)
 
 
 @on_ranks(2)
-def test_what_is_no_checkpoint_is_reported(tmp_path):
+def test_engine_rejects_invalid_checkpoint_folders_and_tags(tmp_path):
     engine = start(deepspeed, config(2))
     found = engine.load_checkpoint(tmp_path)
     (Path(tmp_path) / "tag").mkdir(exist_ok=True)
@@ -489,7 +489,7 @@ def save_weights(folder: str) -> dict[str, torch.Tensor]:
     return wholes(engine.module)
 
 
-def test_weights_are_saved_whole_in_16_bits(tmp_path):
+def test_save_16bit_model_writes_full_weights(tmp_path):
     wanted, _ = run_ranks(2, save_weights, str(tmp_path))
     found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert found.keys() == {name for name in wanted if not name.startswith("frozen")}
@@ -537,7 +537,7 @@ PLAIN = {"train_batch_size": 4}
         ({"pipeline": {"stages": 2}}, "Pipeline parallelism is not supported"),
     ],
 )
-def test_unsupported_values_are_an_error_that_names_them(added, stated):
+def test_unsupported_deepspeed_values_raise_with_their_key(added, stated):
     with pytest.raises(ConfigError) as raised:
         read({**PLAIN, **added}, world=2)
     assert stated in str(raised.value)
@@ -546,7 +546,7 @@ def test_unsupported_values_are_an_error_that_names_them(added, stated):
 @pytest.mark.parametrize(
     "key", [key for key in KEYS.values() if key.handling is Handling.REJECTED], ids=attrgetter("path")
 )
-def test_refused_keys_may_have_idle_values_only(key):
+def test_rejected_keys_accept_only_values_without_effect(key):
     for value in key.idle:
         read(nested(key.path, value), world=2)
     with pytest.raises(ConfigError) as raised:
@@ -603,7 +603,7 @@ def test_supported_keys_are_read():
     assert read(PLAIN, world=2).clips_to == 1.0  # as DeepSpeed does
 
 
-def test_a_file_is_read_like_a_dict(tmp_path):
+def test_deepspeed_config_file_is_read_like_a_dict(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(CASES["stage2_bf16"]))
     assert read(path, world=2) == read(CASES["stage2_bf16"], world=2)
@@ -614,7 +614,7 @@ def test_a_file_is_read_like_a_dict(tmp_path):
         read(tmp_path / "none.json", world=2)
 
 
-def test_batch_sizes_follow_from_one_another():
+def test_missing_batch_sizes_are_derived():
     for given in ((8, 2, 2), (8, 2, None), (8, None, 2), (None, 2, 2)):
         assert BatchSizes.resolve(*given, world=2) == BatchSizes(8, 2, 2)
     assert BatchSizes.resolve(8, None, None, world=2) == BatchSizes(8, 4, 1)
@@ -623,7 +623,7 @@ def test_batch_sizes_follow_from_one_another():
             BatchSizes.resolve(*wrong, world=2)
 
 
-def test_what_keys_become_is_reported():
+def test_explain_config_reports_the_handling_of_keys():
     reported = deepspeed.explain_config(CASES["stage2"]).splitlines()
     assert reported[0].startswith("train_micro_batch_size_per_gpu = 2: supported. ")
     assert any(
@@ -632,7 +632,7 @@ def test_what_keys_become_is_reported():
     assert reported[-1].startswith("gradient_clipping is not set, so 1.0 is used")
 
 
-def test_the_page_has_every_key():
+def test_docs_list_every_deepspeed_key():
     text = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
     found = re.findall(r"^\| (.*) \| (supported|ignored|rejected) \| (.*) \|$", text, re.MULTILINE)
     assert found == table()
@@ -644,9 +644,9 @@ def make(part: dict[str, Any], **arguments: Any) -> str:
 
 
 @on_ranks(1)
-def test_optimizers_and_schedulers_are_made_as_requested():
+def test_config_creates_optimizers_and_schedulers_or_raises():
     made = [
-        make({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}),  # decoupled, and without decay
+        make({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}),  # decoupled, without weight decay
         make({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.5}}}),
         make({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
         make({}, optimizer=partial(torch.optim.RMSprop, lr=0.5)),
@@ -702,7 +702,7 @@ class Quantizer(nn.Module):
         return self.codes(x)
 
 
-def test_layers_become_units():
+def test_repeated_layers_become_units():
     assert units(Small()) == ["blocks.0", "blocks.1"]
     stages = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Block(), Block()), nn.ModuleList([Block()]))
     assert units(stages) == ["1.0", "1.1"]
@@ -711,13 +711,13 @@ def test_layers_become_units():
     named._no_split_modules = ["Block"]
     assert units(named) == ["0.0"]
     named = nn.Sequential(Quantizer(), nn.Sequential(Block(), Block()))
-    named._no_split_modules = ["Quantizer"]  # has no forward, as one that Mimi names
+    named._no_split_modules = ["Quantizer"]  # has no forward, like a class that Mimi lists
     assert units(named) == ["1.0", "1.1"]
     named._no_split_modules = ["Quantizer", "Block"]
     assert units(named) == ["1.0", "1.1"]
 
 
-def test_arguments_without_a_counterpart_are_refused():
+def test_initialize_rejects_arguments_without_counterpart():
     for arguments in ({"mpu": 1}, {"model": None}, {"distributed_port": 5}):
         with pytest.raises(ConfigError):
             deepspeed.initialize(**{"model": small(), "config": PLAIN, **arguments})

@@ -1,4 +1,4 @@
-"""Names used by DeepSpeed scripts in addition to `initialize`: available, or refused by name."""
+"""Names that DeepSpeed scripts use in addition to `initialize` exist, or raise an error with an alternative."""
 
 import argparse
 import importlib
@@ -41,7 +41,7 @@ CONFIG = {
 
 
 @on_ranks(2)
-def test_a_tutorial_runs_by_its_import_alone():
+def test_deepspeed_tutorial_trains_after_changing_only_its_import():
     get_accelerator = importlib.import_module("fullshard.integrations.deepspeed.accelerator").get_accelerator
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed"])
@@ -78,7 +78,7 @@ def test_a_tutorial_runs_by_its_import_alone():
 
 
 @on_ranks(2)
-def test_gathered_parameters_are_whole_and_one_rank_may_change_them():
+def test_gathered_parameters_unshards_and_keeps_changes_of_modifier_rank():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     plain = [param.detach().clone() for param in model.parameters()]
@@ -90,7 +90,7 @@ def test_gathered_parameters_are_whole_and_one_rank_may_change_them():
     grads = [param.grad.full_tensor() for param in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters())
     found = {}
-    for name, param in model.named_parameters():  # as scripts save weights of stage 3, one after the other
+    for name, param in model.named_parameters():  # scripts save stage 3 weights like this, one at a time
         with deepspeed.zero.GatheredParameters([param], enabled=True):
             assert not isinstance(dict(model.named_parameters())[name], DTensor)
             found[name] = param.data.cpu().to_local()
@@ -102,7 +102,7 @@ def test_gathered_parameters_are_whole_and_one_rank_may_change_them():
             model(x)
     assert_same(model[0].weight.full_tensor(), torch.ones(8, 8))
     with deepspeed.zero.GatheredParameters(model.parameters()):
-        nn.init.zeros_(model[1].weight)  # without an announced change
+        nn.init.zeros_(model[1].weight)  # no modifier_rank, so discarded
     assert_same(model[1].weight.full_tensor(), plain[2])
     with deepspeed.zero.GatheredParameters(model.parameters(), enabled=False):
         assert isinstance(model[0].weight, DTensor)
@@ -117,7 +117,7 @@ def test_gathered_parameters_are_whole_and_one_rank_may_change_them():
 
 
 @on_ranks(4)
-def test_any_rank_of_any_replica_may_change_them():
+def test_modifier_rank_can_be_any_rank_of_any_replica():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(8, 8), mesh=mesh, strategy="hsdp")
@@ -132,13 +132,13 @@ def test_any_rank_of_any_replica_may_change_them():
     wrong = deepspeed.zero.GatheredParameters(model.weight, modifier_rank=4)
     with pytest.raises(ConfigError, match=r"modifier_rank=4.*weight is on ranks \[0, 1, 2, 3\]"), wrong:
         pass
-    if dist.get_rank() < 2:  # a replica gathers by itself
+    if dist.get_rank() < 2:  # one replica can gather alone
         with summon_full_params(model):
             model.weight.sum()
     model(torch.ones(2, 8)).sum().backward()
 
 
-def test_optimizers_are_torch_s():
+def test_deepspeed_optimizers_create_torch_optimizers():
     params = [nn.Parameter(torch.ones(2))]
     adam = deepspeed.ops.adam
     assert type(adam.FusedAdam(params, weight_decay=0.1)) is torch.optim.AdamW
@@ -149,7 +149,7 @@ def test_optimizers_are_torch_s():
             adam.DeepSpeedCPUAdam(params, **refused)
 
 
-def test_the_accelerator_of_a_cpu_is_one_device(caplog):
+def test_get_accelerator_returns_one_cpu_device(caplog):
     device = deepspeed.get_accelerator()
     assert device is deepspeed.accelerator.get_accelerator()
     assert (device.device_name(), device.device_name(3), device.current_device_name()) == ("cpu", "cpu", "cpu")
@@ -184,13 +184,13 @@ def test_the_accelerator_of_a_cpu_is_one_device(caplog):
     ],
     ids=lambda item: getattr(item, "__name__", item),
 )
-def test_other_names_are_refused_by_name(module: Any, name: str, instead: str):
+def test_unsupported_deepspeed_names_raise_with_alternative(module: Any, name: str, instead: str):
     assert not hasattr(module, name)
     with pytest.raises(FullshardError, match=f"{name} has no counterpart .*{instead}"):
         getattr(module, name)
 
 
-def test_configurations_have_deepspeed_s_attributes():
+def test_deepspeed_config_has_deepspeed_attributes():
     found = deepspeed.DeepSpeedConfig({**CONFIG, "train_batch_size": 8, "bf16": {"enabled": True}})
     assert (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps) == (
         8,
@@ -207,7 +207,7 @@ def test_configurations_have_deepspeed_s_attributes():
             deepspeed.DeepSpeedConfig(**arguments)
 
 
-def test_modules_are_built_on_a_device():
+def test_on_device_sets_device_and_dtype_of_new_modules():
     with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
         weight = nn.Linear(2, 2).weight
     assert (weight.device.type, weight.dtype) == ("meta", torch.bfloat16)
@@ -219,7 +219,7 @@ def test_modules_are_built_on_a_device():
             deepspeed.OnDevice(**arguments)
 
 
-def test_checkpoints_compute_again():
+def test_activation_checkpointing_recomputes_in_backward():
     calls: list[int] = []
 
     def twice(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A stranger's scripts run once their imports are changed, and nothing else."""
+"""FSDP scripts from other authors train after changing only their imports."""
 
 import re
 import warnings
@@ -11,9 +11,9 @@ import torch
 from fullshard.testing import run_ranks
 
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "dropin").glob("*.py"))}
-# torch's older interface cannot be built on a machine without an accelerator, so it is not compared with here.
+# torch's FSDP1 requires an accelerator, so its scripts are not compared with torch here.
 WITH_A_PEER = [name for name in SCRIPTS if name.startswith("fully_shard")]
-REPEATING = {  # what others and other tests do, too
+REPEATING = {  # covered by other scripts and tests, too
     *("fully_shard_layers", "fully_shard_checkpointed", "fully_shard_meta"),
     *("fsdp_manual_wrap", "fsdp_mixed_units", "fsdp_meta_device", "fsdp_hybrid", "fsdp_cnn_size_based"),
 }
@@ -51,14 +51,14 @@ def assert_learnt(losses: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in SCRIPTS if name not in WITH_A_PEER])
-def test_a_script_learns_after_only_its_imports_change(name, tmp_path):
+def test_script_trains_after_changing_only_its_imports(name, tmp_path):
     for losses in losses_of(name, tmp_path):
         assert_learnt(losses)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [marked(name) for name in WITH_A_PEER])
-def test_a_moved_script_has_the_losses_of_the_original(name, tmp_path):
+def test_script_with_changed_imports_matches_losses_of_fsdp2(name, tmp_path):
     own, others = tmp_path / "ours", tmp_path / "theirs"
     own.mkdir()
     others.mkdir()

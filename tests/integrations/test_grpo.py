@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from fullshard import stream_weights
 from fullshard.testing import run_ranks
 
-__all__ = ["environment"]  # a fixture of the test here, too
+__all__ = ["environment"]  # the test in this file uses this fixture
 pytestmark = [*warnings_of_libraries, pytest.mark.slow]
 
 STEPS, LENGTH = 3, 6
 
 
 class Engine:
-    """A plain copy of the model that writes on; what an inference engine is to a trainer.
+    """A plain copy of the model that generates text, in place of an inference engine.
 
     Args:
-        is_sharded: whether the trainer's model is, so that weights are streamed; else they are copied.
+        is_sharded: Whether the trainer's model is sharded. If so, weights are streamed; otherwise they are copied.
     """
 
     def __init__(self, is_sharded: bool) -> None:
@@ -45,7 +45,7 @@ class Engine:
 
     @torch.no_grad()
     def write(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        """trl's `rollout_func`."""
+        """Generate completions, as trl's `rollout_func`."""
         self.update(trainer.model)
         found: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
         for number, prompt in enumerate(prompts):
@@ -112,8 +112,8 @@ def trained(folder: str) -> list[tuple[list[list[int]], dict[str, Tensor]]]:
     return found
 
 
-def test_engines_write_and_models_learn_as_under_ddp(tmp_path, monkeypatch):
-    """Each step's rollouts are of that step's weights: the same words, and in the end the same model."""
+def test_grpo_completions_and_final_weights_match_ddp(tmp_path, monkeypatch):
+    """Each rollout uses the weights of its step, so completions and final weights match DDP."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     first = llama().state_dict()
     for (expected, peer), (actual, own) in run_ranks(2, trained, str(tmp_path)):

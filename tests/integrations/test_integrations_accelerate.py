@@ -1,4 +1,4 @@
-"""A loop of accelerate's, with the one changed import: losses of DDP, checkpoints, settings that are meant."""
+"""An accelerate loop with one changed import has DDP's losses, saves checkpoints and applies its settings."""
 
 import importlib.metadata
 import inspect
@@ -27,13 +27,13 @@ from fullshard.integrations.plugin import REFUSED, SUPPORTED
 from fullshard.report.reading import read_run
 from fullshard.testing import assert_same, run_ranks
 
-# transformers looks at storages by a name that torch is about to drop.
+# transformers accesses storages by a name that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Set the variables of a launcher; accelerate would choose the number of threads itself."""
+    """Set a launcher's variables. Otherwise accelerate would choose the number of threads."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -92,13 +92,13 @@ def sharded(strategy: str = "zero3", **fields: Any) -> Callable[..., Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 @on_new_ranks(2)
-def test_losses_are_those_of_ddp(max_norm):
+def test_accelerate_losses_match_ddp(max_norm):
     ways = {"DDP": ddp, **{strategy: sharded(strategy) for strategy in STRATEGIES}}
     losses = {name: Run(way).train(max_norm=max_norm) for name, way in ways.items()}
     expected = losses.pop("DDP")
     assert len(set(expected)) == len(expected)
     for strategy, actual in losses.items():
-        # The norm is added up part by part, and so rounded in another way than where every gradient is whole.
+        # The norm is summed over shards, so its rounding differs from the norm of unsharded gradients.
         assert actual == (pytest.approx(expected, rel=1e-6) if max_norm else expected), strategy
 
 
@@ -140,7 +140,7 @@ def test_groups_of_adagrad_without_parameters_train_as_under_ddp():
 
 @pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
 @on_new_ranks(2)
-def test_statistics_of_batch_norms_are_those_of_ddp():
+def test_batch_norm_statistics_match_ddp():
     for broadcasts in (True, False):
         options = {"kwargs_handlers": [DistributedDataParallelKwargs(broadcast_buffers=broadcasts)]}
         expected = statistics_of(ddp, **options)
@@ -150,7 +150,7 @@ def test_statistics_of_batch_norms_are_those_of_ddp():
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_bf16_moves_half_the_bytes_or_has_the_bits_of_ddp():
+def test_bf16_all_gathers_half_the_bytes_and_fp32_matches_ddp_bitwise():
     in_bf16 = {"mixed_precision": "bf16"}
     expected = Run(ddp, **in_bf16).train()
     exact = Run(sharded(param_dtype=torch.float32), **in_bf16).train()
@@ -191,7 +191,7 @@ def resumed_elsewhere(folder: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path):
+def test_resumed_accelerate_run_matches_uninterrupted_run(tmp_path):
     for expected, actual, names in run_ranks(2, stopped_and_resumed, str(tmp_path)):
         assert actual == expected
         assert {"fullshard_0", "model_0", "scheduler.bin", "random_states_1.pkl"} <= set(names)
@@ -202,7 +202,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path):
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
+def test_load_state_skips_an_unfinished_checkpoint(tmp_path):
     options = {"project_config": ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True)}
     run = Run(sharded(), **options)
     run.train(stop=2)
@@ -210,7 +210,7 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
     run.train(start=2, stop=4)
     place = Path(run.accelerator.save_state())
     run.accelerator.wait_for_everyone()
-    if run.accelerator.is_main_process:  # as a kill leaves it before the last is written
+    if run.accelerator.is_main_process:  # as if killed before the save was complete
         (found,) = (place / "fullshard_0").iterdir()
         found.rename(f"{found}.partial-0")
     run.accelerator.wait_for_everyone()
@@ -223,7 +223,7 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
 
 
 @on_new_ranks(2)
-def test_what_is_saved_opens_with_the_same_logits(tmp_path):
+def test_from_pretrained_loads_saved_model_with_the_same_logits(tmp_path):
     folder = str(tmp_path)
     run = Run(sharded(), model=llama(tie_word_embeddings=True))
     run.train(stop=2)
@@ -277,13 +277,13 @@ def two_models(make: Callable[..., Any]) -> list[float]:
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_several_models_train_and_are_looked_at():
+def test_several_trained_and_evaluated_models_match_ddp():
     assert two_models(ddp) == two_models(sharded())
 
 
 @on_new_ranks(2)
-def test_every_rank_starts_from_rank_0():
-    """Each rank makes other weights, as scripts do that set no seed; DDP takes rank 0's."""
+def test_prepare_broadcasts_weights_of_rank_0():
+    """Each rank initializes different weights, as in scripts without a seed. DDP broadcasts those of rank 0."""
 
     def model() -> nn.Module:
         made = llama()
@@ -296,7 +296,7 @@ def test_every_rank_starts_from_rank_0():
 
 
 @on_new_ranks(2)
-def test_weights_of_rank_0_alone_reach_all():
+def test_cpu_ram_efficient_loading_broadcasts_weights_of_rank_0():
     """Simulate the state of `from_pretrained` on all other ranks under cpu_ram_efficient_loading."""
     expected = Run(ddp, model=llama(tie_word_embeddings=True)).train()
     model = llama(tie_word_embeddings=True)
@@ -318,7 +318,7 @@ def units(accelerator_of: Callable[..., Any], **options: Any) -> list[str]:
 
 
 @on_new_ranks(2)
-def test_every_way_of_setting_states_what_becomes_a_unit():
+def test_plugin_and_environment_settings_select_the_units():
     layers = ["FSDPLlamaForCausalLM", "FSDPLlamaDecoderLayer", "FSDPLlamaDecoderLayer"]
     found: dict[str, Any] = {"plugin": units(sharded())}
     peer = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=3000)
@@ -368,7 +368,7 @@ def tracked(folder: str, order: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("order", ["trackers first", "models first"])
-def test_a_tracker_records_what_the_loop_logs(order, tmp_path):
+def test_report_tracker_records_logged_losses(order, tmp_path):
     for losses, plain in run_ranks(2, tracked, str(tmp_path), order):
         assert losses == plain
     run = read_run(tmp_path / order)
@@ -379,7 +379,7 @@ def test_a_tracker_records_what_the_loop_logs(order, tmp_path):
 
 
 class Plain(nn.Module):
-    """A model that is not of transformers, with a block that may be checkpointed."""
+    """A model from outside transformers, with blocks that can be checkpointed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,7 +398,7 @@ class Plain(nn.Module):
 
 
 @on_new_ranks(2)
-def test_local_steps_are_refused():
+def test_local_sgd_raises():
     accelerator = sharded()(cpu=True)
     model = accelerator.prepare(nn.Linear(8, 8))
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=1) as local_sgd:
@@ -424,7 +424,7 @@ def checkpointed() -> tuple[int, int, bool]:
     return counts[1], counts[2], losses[0] == losses[1] == losses[2]
 
 
-def test_units_of_any_model_run_again_in_backward():
+def test_activation_checkpointing_recomputes_units_of_any_model():
     for once, twice, same in run_ranks(2, checkpointed):
         assert twice == 2 * once == 16
         assert same
@@ -466,7 +466,7 @@ def test_units_of_any_model_run_again_in_backward():
         ({"param_init_fn": print}, "param_init_fn"),
     ],
 )
-def test_unsupported_values_are_refused_by_name(config, stated):
+def test_unsupported_plugin_values_raise_with_their_key(config, stated):
     with pytest.raises(ConfigError, match=stated):
         ShardingPlugin.from_config(config)
 
@@ -492,7 +492,7 @@ def test_unsupported_values_are_refused_by_name(config, stated):
         ({"state_dict_type": "full_state_dict"}, "state_dict_type", "FULL_STATE_DICT"),
     ],
 )
-def test_keys_mean_what_they_state(config, field, value):
+def test_plugin_keys_set_their_fields(config, field, value):
     assert getattr(ShardingPlugin.from_config(config), field) == value
 
 
@@ -503,13 +503,13 @@ def test_keys_mean_what_they_state(config, field, value):
         ({"parallelism_config": object()}, "parallelism_config"),
     ],
 )
-def test_what_excludes_sharding_is_refused(options, stated):
+def test_accelerator_rejects_options_incompatible_with_sharding(options, stated):
     with pytest.raises(ConfigError, match=stated):
         Accelerator(fsdp_plugin=ShardingPlugin(), **options)
 
 
-def test_the_private_names_are_those_of_the_version_that_was_checked():
-    """What `Accelerator` uses without accelerate documenting it, at the version it was checked with."""
+def test_private_accelerate_names_exist_in_the_tested_version():
+    """Check the undocumented names of accelerate that `Accelerator` uses, at the tested version."""
     assert importlib.metadata.version("accelerate").startswith(f"{TESTED_ACCELERATE}.")
     assert {"_models", "_optimizers"} <= set(vars(accelerate.Accelerator(cpu=True)))
     assert list(inspect.signature(accelerate.Accelerator.prepare_model).parameters)[1:] == [
@@ -519,7 +519,7 @@ def test_the_private_names_are_those_of_the_version_that_was_checked():
     ]
 
 
-def test_a_library_that_is_missing_or_older_is_reported(monkeypatch):
+def test_require_raises_for_missing_or_old_library(monkeypatch):
     with pytest.raises(
         MissingLibraryError, match=r"nowhere 1.0 or newer, which is not installed.*fullshard\[nowhere\]"
     ):
@@ -530,7 +530,7 @@ def test_a_library_that_is_missing_or_older_is_reported(monkeypatch):
         versions.require("anything", "1.10", extra="anything")
 
 
-def test_the_page_documents_every_key():
+def test_docs_list_every_fsdp_config_key():
     page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
     table = page.split("## Keys of `fsdp_config`")[1].split("\n## ")[0]
     reported = {

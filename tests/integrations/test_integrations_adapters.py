@@ -1,4 +1,4 @@
-"""peft's adapters and trl's trainers, unchanged: the losses of DDP, small checkpoints, and files that peft opens."""
+"""Unchanged peft adapters and trl trainers have DDP's losses and save small checkpoints that peft loads."""
 
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from fullshard import summon_full_params
 from fullshard.integrations.transformers import Trainer
 from fullshard.testing import assert_same, run_ranks
 
-__all__ = ["environment"]  # a fixture of all tests here, too
+__all__ = ["environment"]  # all tests in this file use this fixture
 
-# The three libraries use what the others, or torch, are about to drop.
+# The three libraries use deprecated functions of each other and of torch.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -35,7 +35,7 @@ def adapted(**options: Any) -> PeftModel:
     torch.manual_seed(0)
     model = get_peft_model(llama(**options), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     for name, param in model.named_parameters():
-        if "lora_B" in name:  # zero as it comes, so that the others do not learn at first
+        if "lora_B" in name:  # zero by default, so that lora_A would not learn at first
             torch.nn.init.normal_(param, std=0.1)
     return model
 
@@ -47,7 +47,7 @@ def logits_of(model: Any) -> Tensor:
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_adapters_train_resume_open_and_merge(tmp_path):
+def test_lora_adapters_train_resume_load_and_merge(tmp_path):
     arguments = {**SAVED, "learning_rate": 0.05}
     expected = Script(f"{tmp_path}/ddp", arguments, model=adapted()).run()[0].losses
     arguments = {**arguments, **SHARDED}
@@ -104,8 +104,8 @@ def test_frozen_parameters_of_adapters_are_saved(tmp_path):
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_prompts_are_saved_for_peft(tmp_path):
-    """peft computes what it saves of them by a forward of the module that holds them."""
+def test_prompt_tuning_checkpoints_load_in_peft(tmp_path):
+    """peft computes the saved prompts by a forward of the module that holds them."""
     for kind in (PromptTuningConfig, PrefixTuningConfig):
         folder = tmp_path / kind.__name__
         model = get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
@@ -126,7 +126,7 @@ def best_adapter(folder: str, strategy: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_the_best_adapter_is_loaded(tmp_path):
+def test_load_best_model_at_end_loads_the_best_adapter(tmp_path):
     found = [best_adapter(tmp_path, strategy) for strategy in ("zero1", "zero3")]
     for loaded, saved in found:
         assert_same(loaded, saved)
@@ -205,7 +205,7 @@ def trained_by_trl(folder: str) -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.slow
-def test_trainers_of_trl_run_unchanged(tmp_path, monkeypatch):
+def test_trl_trainers_match_ddp_losses(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     for found in run_ranks(2, trained_by_trl, str(tmp_path)):
         assert len(found) == 4

@@ -1,4 +1,4 @@
-"""The examples of integrations: one changed import each; killed half-way, the losses of a run that never stopped."""
+"""Integration examples change one import, and resume after a kill with the losses of an uninterrupted run."""
 
 import contextlib
 import difflib
@@ -32,7 +32,7 @@ SMALL = ["--width", "64", "--layers", "2", "--steps", str(STEPS)]
 
 
 @pytest.mark.parametrize("name", ["transformers", "accelerate"])
-def test_the_diff_is_one_import(name):
+def test_example_diff_changes_one_import(name):
     before, after = ((EXAMPLES / name / file).read_text().splitlines(True) for file in ("before.py", "after.py"))
     diff = (EXAMPLES / name / "change.diff").read_text()
     assert "".join(difflib.unified_diff(before, after, "before.py", "after.py")) == diff
@@ -42,21 +42,21 @@ def test_the_diff_is_one_import(name):
 
 
 @pytest.mark.parametrize("name", ["ray", "torchft"])
-def test_the_diff_is_that_of_the_files(name):
+def test_change_diff_matches_the_example_files(name):
     before, after = ((EXAMPLES / name / file).read_text().splitlines(True) for file in ("before.py", "digits.py"))
     diff = (EXAMPLES / name / "change.diff").read_text()
     assert "".join(difflib.unified_diff(before, after, "before.py", "digits.py")) == diff
     assert f"+from fullshard.integrations.{name} import " in diff
 
 
-def test_the_configuration_is_read():
+def test_accelerate_example_configuration_is_read():
     plugin = plugin_from_config_file(CONFIGURATION)
     assert plugin.strategy == "zero3"
     assert plugin.transformer_layer_cls_to_wrap == ("LlamaDecoderLayer",)
 
 
 def run_here(script: Path, *options: str) -> str:
-    """Return the output of a rank, which has no launcher."""
+    """Run a script on a rank without a launcher, and return its output."""
     sys.argv = [str(script), *options]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
         warnings.simplefilter("ignore")
@@ -95,8 +95,8 @@ def killed_once(command: list[str], there: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_trainer_as_ddp_and_after_a_kill(tmp_path, monkeypatch):
-    """Killed below torchrun. The other runs have no launcher, and the imports of their ranks are there."""
+def test_transformers_example_matches_ddp_and_resumes_after_a_kill(tmp_path, monkeypatch):
+    """The killed run uses torchrun. The ranks of the other runs are forked without a launcher, after the imports."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     own, plain = (EXAMPLES / "transformers" / name for name in ("after.py", "before.py"))
     expected, _ = run_ranks(2, run_here, plain, "--output_dir", str(tmp_path / "ddp"), *SMALL)
@@ -116,8 +116,8 @@ def test_trainer_as_ddp_and_after_a_kill(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_accelerate_as_ddp_and_after_a_kill(tmp_path, monkeypatch):
-    """Killed below accelerate's launcher. The other runs have its variables, and ranks that are forked with imports."""
+def test_accelerate_example_matches_ddp_and_resumes_after_a_kill(tmp_path, monkeypatch):
+    """The killed run uses accelerate's launcher. The other runs set its variables and fork ranks after the imports."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     plain, own = (EXAMPLES / "accelerate" / name for name in ("before.py", "after.py"))
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Ray Train: workers and nodes are lost, worker counts change, and the losses are those of a run left alone."""
+"""Ray Train: after lost workers and nodes or a changed worker count, losses match those of an undisturbed run."""
 
 import ast
 import os
@@ -53,7 +53,7 @@ def output_of(*command: str) -> str:
 
 
 def undisturbed() -> list[float]:
-    """Return the losses of two ranks that have never heard of Ray."""
+    """Return the losses of two ranks that run without Ray."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, optimizer = ray_runs.make_model()
     return [ray_runs.train_step(model, optimizer, step, rank, world) for step in range(ray_runs.STEPS)]
@@ -66,7 +66,7 @@ def expected():
 
 @pytest.fixture(scope="module")
 def disturbed(cluster, tmp_path_factory):
-    """The lines of each run, on a cluster that loses a worker, and nodes, and gets others."""
+    """Return the lines of each run, on a cluster that loses a worker and nodes, and gets new ones."""
     folder = tmp_path_factory.mktemp("ray")
     with ThreadPoolExecutor() as pool:
         runs = pool.submit(output_of, ray_runs.__file__, str(folder))
@@ -75,14 +75,14 @@ def disturbed(cluster, tmp_path_factory):
     return {name: ray_runs.lines_of(folder / f"{name}.jsonl") for name in ("fixed", "elastic")}
 
 
-def test_after_a_lost_worker_and_a_lost_node_each_loss_has_its_bits(disturbed, expected):
+def test_losses_are_bitwise_equal_after_a_lost_worker_and_a_lost_node(disturbed, expected):
     steps = [line["step"] for line in disturbed["fixed"]]
     assert sorted(set(steps)) == list(range(ray_runs.STEPS))
     assert {line["world"] for line in disturbed["fixed"]} == {2}
     assert all(line["loss"] == expected[line["step"]] for line in disturbed["fixed"])
 
 
-def test_fewer_and_more_workers_learn_the_same(disturbed, expected):
+def test_losses_match_after_the_worker_count_changes(disturbed, expected):
     worlds = [line["world"] for line in disturbed["elastic"]]
     changes = [world for place, world in enumerate(worlds) if place == 0 or worlds[place - 1] != world]
     assert changes == [2, 1, 2]
@@ -91,7 +91,7 @@ def test_fewer_and_more_workers_learn_the_same(disturbed, expected):
         assert line["loss"] == pytest.approx(expected[line["step"]], rel=1e-5)
 
 
-def test_the_example_learns_from_rows_of_ray_data(tmp_path):
+def test_ray_example_trains_on_ray_data(tmp_path):
     stated = output_of(str(EXAMPLES / "digits.py"), "--workers", "2", "--epochs", "2", "--storage", str(tmp_path))
     reported = ast.literal_eval(stated.strip().splitlines()[-1])
     assert reported["epoch"] == 1
@@ -99,7 +99,7 @@ def test_the_example_learns_from_rows_of_ray_data(tmp_path):
 
 
 def test_tune_finds_the_better_learning_rate(tmp_path):
-    """Both at once, on the two nodes."""
+    """Both trials run at the same time, on the two nodes."""
     arguments = ("--workers", "1", "--epochs", "1", "--rates", "1e-6", "3e-3", "--at-once", "2")
     stated = output_of(str(EXAMPLES / "learning_rates.py"), *arguments, "--storage", str(tmp_path))
     best = ast.literal_eval(stated.strip().splitlines()[-1])
@@ -107,7 +107,7 @@ def test_tune_finds_the_better_learning_rate(tmp_path):
     assert best["loss"] < 2
 
 
-def test_the_trainer_runs_on_ray_with_the_numbers_of_any_launcher(tmp_path):
+def test_train_command_on_ray_matches_losses_of_local_ranks(tmp_path):
     options = ("--size", "nano", "--steps", "4", "--log-every", "1", "--sample-bytes", "8", "--validate-bytes", "4096")
     on_ray = ("--ranks", "2", "--no-predict", "--on", "ray", "--checkpoint-every", "2")
     output_of("-m", "fullshard.cli", "train", *options, *on_ray, "--out", str(tmp_path / "ray"))

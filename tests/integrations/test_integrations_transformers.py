@@ -1,4 +1,4 @@
-"""A script of the Trainer with one changed import: the losses of DDP, for all of its arguments."""
+"""A Trainer script with one changed import has the losses of DDP, for all of its arguments."""
 
 import importlib
 import importlib.metadata
@@ -42,7 +42,7 @@ from fullshard.plan.ledger import peak_during, storage_bytes
 from fullshard.testing import assert_same, run_ranks
 
 pytestmark = [
-    # The compiler itself looks at the gradients of what it is given.
+    # The compiler itself reads the gradients of its inputs.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
@@ -55,13 +55,13 @@ SHARDED = {"fsdp": True}
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Set the variables of a launcher; accelerate would choose the number of threads itself."""
+    """Set a launcher's variables. Otherwise accelerate would choose the number of threads."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 class Watch(TrainerCallback):
-    """A callback that keeps what is logged, and counts what it was called for."""
+    """A callback that keeps logged losses and evaluations, and counts steps."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -172,7 +172,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def both_ways(folder: str, names: list[str]) -> dict[str, list[Any]]:
     """Return the logs and evaluations of a script, under DDP and sharded, for each variant.
 
-    A variant's own arguments are those of the sharded run only.
+    Only the sharded run uses a variant's `own` arguments.
     """
     found = {}
     for name in names:
@@ -203,14 +203,14 @@ OFTEN = ["accumulating", "evaluated", "zero2"]
 
 
 @pytest.mark.slow
-def test_losses_and_metrics_are_those_of_ddp(tmp_path):
+def test_trainer_losses_and_metrics_match_ddp(tmp_path):
     for found in run_ranks(2, both_ways, str(tmp_path), OFTEN):
         assert_identical(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("third", [0, 1, 2])
-def test_losses_and_metrics_of_more_scripts_are_those_of_ddp(tmp_path, third):
+def test_trainer_losses_and_metrics_match_ddp_for_more_arguments(tmp_path, third):
     more = [name for name in VARIANTS if name not in OFTEN]
     for found in run_ranks(2, both_ways, str(tmp_path), more[third::3]):
         assert_identical(found)
@@ -222,7 +222,7 @@ def count_words(prediction: Any) -> dict[str, float]:
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_what_is_generated_within_training_is_that_of_ddp(tmp_path):
+def test_predict_with_generate_matches_ddp(tmp_path):
     """Train a sequence-to-sequence model that generates text: ranks end their sentences at different lengths."""
     visited = []
     generation = GenerationConfig(max_new_tokens=6, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
@@ -246,7 +246,7 @@ def stopped_and_resumed(folder: str) -> dict[str, Any]:
     second = f"{folder}/checkpoint-2"
     names = names_in(second)
     trainer.accelerator.wait_for_everyone()
-    if trainer.accelerator.is_main_process:  # as a kill leaves the last one, before all of it is there
+    if trainer.accelerator.is_main_process:  # as if killed before the last save was complete
         Path(f"{folder}/checkpoint-4/trainer_state.json").write_text('{"best_met')
     trainer.accelerator.wait_for_everyone()
     resumed, _ = Script(folder, {**saved, "fsdp_config": {"strategy": "zero2"}}, trainer=Trainer, resume=True).run()
@@ -260,7 +260,7 @@ def resumed_elsewhere(folder: str, batch: int) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "batch"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, world, batch):
+def test_resumed_trainer_matches_uninterrupted_run(tmp_path, world, batch):
     folder = str(tmp_path)
     for found in run_ranks(2, stopped_and_resumed, folder):
         assert found["resumed"] == found["whole"][2:]
@@ -272,7 +272,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, world, batch):
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_a_run_of_ddp_goes_on_sharded(tmp_path):
+def test_ddp_checkpoint_resumes_sharded(tmp_path):
     whole, _ = Script(tmp_path, SAVED).run()
     resumed, _ = Script(tmp_path, SHARDED, trainer=Trainer, resume=f"{tmp_path}/checkpoint-2").run()
     expected, actual = whole.losses[2:], resumed.losses
@@ -280,7 +280,7 @@ def test_a_run_of_ddp_goes_on_sharded(tmp_path):
 
 
 class Worse(TrainerCallback):
-    """Lets the model be worse after the second step, so that the best one is not the last."""
+    """Makes the model worse after the second step, so that the best model is not the last one."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         if state.global_step == 3:
@@ -292,7 +292,7 @@ class Worse(TrainerCallback):
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_the_best_model_is_loaded_and_saved_for_others(tmp_path):
+def test_best_model_is_loaded_and_saved_for_from_pretrained(tmp_path):
     found: dict[str, Any] = {}
     for name, more in {"sharded": {}, "only model": {"save_only_model": True}}.items():
         arguments = {**SHARDED, **SAVED, **EVALUATED, "load_best_model_at_end": True, **more}
@@ -327,7 +327,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @on_new_ranks(2)
-def test_unsupported_values_are_refused_by_name(tmp_path):
+def test_unsupported_trainer_arguments_raise_with_their_name(tmp_path):
     found = []
     for arguments, _ in REFUSED:
         with pytest.raises(ConfigError) as refused:
@@ -359,7 +359,7 @@ def read_straight(folder: str, weights: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_folder_is_read_straight_into_shards(tmp_path):
+def test_from_pretrained_reads_weights_directly_into_shards(tmp_path):
     """It needs host memory for the shards and one unit. Losses equal those of a model that every rank read in full."""
     weights = str(tmp_path / "weights")
     model = llama(num_hidden_layers=8, tie_word_embeddings=True)
@@ -374,7 +374,7 @@ def test_a_folder_is_read_straight_into_shards(tmp_path):
 
 
 def train_mixtures(folder: str, kinds: Sequence[str]) -> dict[str, list[list[float]]]:
-    """Losses of models that every rank has read whole and not sharded, sharded, and read straight into shards."""
+    """Return losses of models read in full without sharding, in full and sharded, and directly into shards."""
     losses: dict[str, list[list[float]]] = {}
     for kind in kinds:
         weights = f"{folder}/{kind}"
@@ -393,8 +393,8 @@ def train_mixtures(folder: str, kinds: Sequence[str]) -> dict[str, list[list[flo
 
 
 @pytest.mark.slow
-def test_mixtures_of_experts_are_read_straight_into_shards_and_train(tmp_path):
-    """Their files have each expert's matrices by themselves, and the models all of a layer's in one."""
+def test_from_pretrained_reads_expert_models_directly_into_shards(tmp_path):
+    """The files store the matrices of each expert separately. The models stack those of a layer."""
     models = mixtures()
     for kind, model in models.items():
         model.save_pretrained(tmp_path / kind, max_shard_size="50KB")
@@ -416,14 +416,14 @@ def resume_waiting(folder: str, weights: str) -> list[list[float]]:
 
 
 @pytest.mark.slow
-def test_a_model_whose_weights_wait_goes_on_from_a_checkpoint_of_ddp(tmp_path):
+def test_model_with_deferred_weights_resumes_from_ddp_checkpoint(tmp_path):
     weights = str(tmp_path / "weights")
     llama().save_pretrained(weights)
     for plain, waiting in run_ranks(2, resume_waiting, str(tmp_path / "run"), weights):
         assert waiting == plain
 
 
-def test_what_cannot_be_read_straight_is_refused(tmp_path, monkeypatch):
+def test_from_pretrained_raises_if_weights_cannot_be_read_into_shards(tmp_path, monkeypatch):
     llama().save_pretrained(tmp_path / "llama")
     with pytest.raises(ConfigError, match="is not a folder with a config"):
         from_pretrained(AutoModelForCausalLM, tmp_path / "nowhere")
@@ -440,7 +440,7 @@ def test_what_cannot_be_read_straight_is_refused(tmp_path, monkeypatch):
         read_waiting(within)
 
 
-def test_a_failed_read_can_be_tried_again(tmp_path):
+def test_failed_read_of_deferred_weights_can_be_retried(tmp_path):
     llama().save_pretrained(tmp_path)
     model = from_pretrained(AutoModelForCausalLM, tmp_path)
     hidden = (tmp_path / "model.safetensors").rename(tmp_path / "hidden")
@@ -451,7 +451,7 @@ def test_a_failed_read_can_be_tried_again(tmp_path):
     assert_same(dict(model.state_dict()), dict(llama().state_dict()))
 
 
-def test_what_must_have_more_digits_has_them(tmp_path):
+def test_deferred_weights_keep_float32_parameters_of_float16_model(tmp_path):
     t5().half().save_pretrained(tmp_path)
     expected = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     found = from_pretrained(AutoModelForSeq2SeqLM, tmp_path)
@@ -460,7 +460,7 @@ def test_what_must_have_more_digits_has_them(tmp_path):
     assert_same(dict(found.state_dict()), dict(expected.state_dict()))
 
 
-def test_a_folder_is_read_whole_where_nothing_is_sharded(tmp_path):
+def test_deferred_weights_are_read_in_full_without_sharding(tmp_path):
     weights = str(tmp_path / "weights")
     llama().to(torch.bfloat16).save_pretrained(weights)
     accelerated = Accelerator(cpu=True).prepare(from_pretrained(AutoModelForCausalLM, weights))
@@ -473,7 +473,7 @@ def test_a_folder_is_read_whole_where_nothing_is_sharded(tmp_path):
     assert_same(dict(model.state_dict()), dict(expected))
 
 
-def test_without_fsdp_nothing_is_sharded(tmp_path):
+def test_trainer_without_fsdp_shards_nothing(tmp_path):
     _, trainer = Script(str(tmp_path), trainer=Trainer).run()
     assert trainer.sharding is None
     assert type(trainer.model).__name__ == "LlamaForCausalLM"
@@ -505,7 +505,7 @@ def enabled_early() -> bool:
     return PeerTrainer is Trainer and OtherPeerTrainer is Seq2SeqTrainer and issubclass(Derived, Trainer)
 
 
-def test_enable_replaces_the_trainers_for_all_that_import_them_later():
+def test_enable_replaces_later_imports_and_raises_after_subclassing():
     assert run_ranks(1, enabled_early) == [True]
     assert run_ranks(1, enabled_late) == ["PeerTrainer"]
 
@@ -520,7 +520,7 @@ PRIVATE = {
 }
 
 
-def test_the_private_hooks_are_those_of_the_version_that_was_checked():
+def test_private_transformers_names_exist_in_the_tested_version():
     """The undocumented methods of `Trainer` have the arguments that they had in the versions that were checked."""
     minor_version = ".".join(importlib.metadata.version("transformers").split(".")[:2])
     assert minor_version in (TESTED_TRANSFORMERS, "5.24")

@@ -1,4 +1,4 @@
-"""A LightningModule trains sharded as Lightning's own DDP strategy trains it: step by step, and after a resume."""
+"""A sharded LightningModule trains like under Lightning's DDP strategy, in each step and after a resume."""
 
 import inspect
 import logging
@@ -81,7 +81,7 @@ def data(count: int = 32) -> DataLoader[Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Lightning gives advice on loaders and loggers at every start."""
+    """Silence Lightning's advice on loaders and loggers at every start."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -121,7 +121,7 @@ def half_on_cpu() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20))
 
 
-# Options of the trainer, and how far losses may be apart: nothing, but where a norm is taken of shards.
+# Trainer options, and the relative tolerance of losses: 0, unless a norm is computed from shards.
 CASES: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, 0),
     "accumulated": ({"accumulate_grad_batches": 2}, 0),
@@ -139,7 +139,7 @@ QUICK = ("plain", "accumulated", "averaged")
 
 
 def fit_cases(cases: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Return for each case the numbers of DDP and of strategies."""
+    """Return, per case, the results of DDP and of the sharding strategies."""
     found = {}
     for case in cases:
         options = CASES[case][0]
@@ -162,7 +162,7 @@ def fitted() -> list[dict[str, list[Any]]]:
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_losses_are_those_of_ddp(case):
+def test_lightning_losses_match_ddp(case):
     for rank in fitted() if case in QUICK else run_ranks(2, fit_cases, (case,)):
         expected, *sharded = rank[case]
         assert len(expected[0]) == 8
@@ -174,11 +174,11 @@ def test_losses_are_those_of_ddp(case):
                 assert_same(list(found), list(expected))
 
 
-# -- what is sharded, and what is sent --------------------------------------------------------------------------------
+# -- units and communication ------------------------------------------------------------------------------------------
 
 
 class OnMeta(Module):
-    """Builds its network late, without memory."""
+    """Builds its network in `configure_model`, on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class OnMeta(Module):
 
 
 def look_inside() -> dict[str, Any]:
-    """Units, reductions of a step with two microbatches, and what a module on the meta device becomes."""
+    """Return units, reductions with two microbatches per step, and results of a module built on the meta device."""
     module, stated = Module(), {}
     with recording() as record:
         fit(FullShardStrategy(), module, accumulate_grad_batches=2, max_epochs=1, limit_val_batches=0)
@@ -211,7 +211,7 @@ def look_inside() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_modules_are_units_and_microbatches_are_reduced_once():
+def test_modules_become_units_and_gradients_reduce_once_per_step():
     one, other = run_ranks(2, look_inside)
     assert one["units"] == ["", "mix", "net", *(f"net.layers.{i}" for i in range(4))]
     assert one["reductions"] == 2  # four microbatches
@@ -277,7 +277,7 @@ def resume_alone(folder: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_fit_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
+def test_resumed_lightning_fit_matches_uninterrupted_fit(tmp_path):
     for rank in run_ranks(2, stop_all, str(tmp_path)):
         for (losses, _, weights), before, (after, _, resumed) in rank:
             assert before + after == losses
@@ -287,7 +287,7 @@ def test_a_fit_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
 
 
 def stop_and_average_on(folder: str, strategies: Sequence[Any], averaging: str, resumed: str) -> Any:
-    """Fit two epochs of three with the callback, and resume with one, or without any."""
+    """Fit two epochs of three with the `averaging` callbacks, and resume with the `resumed` callbacks."""
     makes: dict[str, Callable[[], list[Callback]]] = {
         "EMA": lambda: [EMAWeightAveraging(decay=0.9)],
         "late EMA": lambda: [EMAWeightAveraging(update_starting_at_step=1000)],  # the average is what was loaded
@@ -304,13 +304,13 @@ def stop_and_average_on(folder: str, strategies: Sequence[Any], averaging: str, 
 @pytest.mark.slow
 @on_new_ranks(2)
 def test_averages_of_weights_are_saved_and_resumed(tmp_path):
-    """Also where averaging begins in the resumed run, and where the average replaces the weights."""
+    """Includes averaging that begins in the resumed run, and averages that replace the weights."""
     cases = [("EMA", "EMA"), ("SWA", "SWA"), ("both", "both"), ("none", "late EMA"), ("EMA", "none")]
     for case, (averaging, resumed) in enumerate(cases):
         expected = stop_and_average_on(f"{tmp_path}/{case}/ddp", [DDPStrategy(), DDPStrategy()], averaging, resumed)
         strategies = FullShardStrategy("zero3"), FullShardStrategy("zero1")
         assert_same(list(stop_and_average_on(f"{tmp_path}/{case}/own", strategies, averaging, resumed)), list(expected))
-    killed = Path(f"{tmp_path}/0/own/epoch=1.ckpt")  # as if a save over it had been killed after the averages
+    killed = Path(f"{tmp_path}/0/own/epoch=1.ckpt")  # as if a later save was killed after it wrote the averages
     if dist.get_rank() == 0:
         shutil.move(killed / "fullshard_averages/0/step-000000008", killed / "fullshard_averages/0/step-000000009")
     dist.barrier()
@@ -320,8 +320,8 @@ def test_averages_of_weights_are_saved_and_resumed(tmp_path):
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_a_file_of_another_strategy_is_loaded(tmp_path):
-    """Resume from a file of DDP, here and by DDP itself."""
+def test_checkpoint_of_lightning_ddp_is_loaded(tmp_path):
+    """Resume from a DDP checkpoint, under `FullShardStrategy` and under DDP."""
     options = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
     fit(DDPStrategy(), **options, callbacks=[ModelCheckpoint(tmp_path, filename="ddp")])
     path = f"{tmp_path}/ddp.ckpt"
@@ -346,7 +346,7 @@ def save_once(folder: str, module: Module) -> None:
 
 @pytest.mark.slow
 @on_new_ranks(2)
-def test_what_cannot_be_honoured_is_an_error(tmp_path):
+def test_unsupported_lightning_options_and_hooks_raise(tmp_path):
     stated = []
     cases: list[tuple[type[Exception], Callable[[], Any]]] = [
         (ConfigError, lambda: FullShardStrategy(find_unused_parameters=True)),
@@ -380,9 +380,9 @@ class Measured(Chain):
 def run_fabric(
     strategy: Any, folder: str | None = None, resume: bool = False, marked: bool = False, **options: Any
 ) -> list[float]:
-    """Return losses of six steps of two microbatches; with a folder, saved after the third, or resumed from there.
+    """Return the losses of six steps of two microbatches. With a folder, save after the third step or resume from it.
 
-    If `marked`, they are computed by a method of the model other than forward.
+    If `marked`, a method of the model other than forward computes the losses.
     """
     with quiet():
         fabric = L.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **options)
@@ -433,7 +433,7 @@ def run_fabrics(folder: str) -> Any:
 
 
 @pytest.mark.slow
-def test_fabric_trains_like_ddp_and_goes_on(tmp_path):
+def test_fabric_matches_ddp_losses_and_resumes(tmp_path):
     one, other = run_ranks(2, run_fabrics, str(tmp_path))
     for rank in (one, other):
         assert rank["ours"] == pytest.approx(rank["ddp"], rel=1e-5)
@@ -448,15 +448,15 @@ def test_fabric_trains_like_ddp_and_goes_on(tmp_path):
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
-def test_private_hooks_are_there():
-    """What Lightning does not document: `_layer_sync` of a strategy, and `_backward_sync_control` of a Fabric's."""
+def test_private_lightning_hooks_exist_in_the_tested_version():
+    """Check undocumented names: `_layer_sync` of a strategy, and `_backward_sync_control` of a Fabric strategy."""
     assert FullShardStrategy()._layer_sync is None
     control = FabricDDPStrategy()._backward_sync_control
     assert list(inspect.signature(control.no_backward_sync).parameters) == ["module", "enabled"]
     assert TESTED_WITH == L.__version__, "see that all of this file passes, then say so here"
 
 
-def test_a_missing_or_old_library_is_reported():
+def test_missing_or_old_lightning_raises():
     for library, oldest, stated in (
         ("no-such-library", "1", "which is not installed"),
         ("lightning", "99.1", f"found {L.__version__}"),
@@ -465,7 +465,7 @@ def test_a_missing_or_old_library_is_reported():
             require(library, oldest, extra="lightning")
 
 
-def test_overflows_are_shared_with_the_same_settings():
+def test_share_overflows_replaces_grad_scaler_with_the_same_settings():
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7))
     _share_overflows(plugin)
     assert isinstance(plugin.scaler, ShardedGradScaler)

@@ -27,7 +27,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_diff_is_all_that_changed(name):
+def test_documented_diff_matches_the_changed_scripts(name):
     before, after = ((EXAMPLES / name / file).read_text().splitlines(True) for file in ("before.py", "after.py"))
     diff = (EXAMPLES / name / "change.diff").read_text()
     assert "".join(difflib.unified_diff(before, after, "before.py", "after.py")) == diff
@@ -51,21 +51,21 @@ def losses(lines: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_deepspeed_loop_goes_on(tmp_path):
+def test_deepspeed_example_resumes_with_the_same_losses(tmp_path):
     given = OPTIONS["deepspeed"]
     saving = ("--save_dir", str(tmp_path), "--save_interval", "2")
     whole, _ = run_ranks(2, run, "deepspeed", *given, "--steps", "8")
     before, _ = run_ranks(2, run, "deepspeed", *given, "--steps", "5", *saving)
     after, others = run_ranks(2, run, "deepspeed", *given, "--steps", "8", *saving)
     assert before == whole[:10]
-    assert after == whole[8:]  # from the fourth step on, the last that was saved
+    assert after == whole[8:]  # after the fourth step, the last saved one
     assert len(whole) == 16
     assert others == []
     assert sum(losses(whole)[-4:]) < 0.9 * sum(losses(whole)[:4])
 
 
 @pytest.mark.slow
-def test_a_lightning_module_goes_on(tmp_path):
+def test_lightning_example_resumes_with_the_same_losses(tmp_path):
     whole, _ = run_ranks(2, run, "lightning", "--epochs", "2", "--folder", str(tmp_path / "whole"))
     before, _ = run_ranks(2, run, "lightning", "--epochs", "1", "--folder", str(tmp_path / "parts"))
     after, others = run_ranks(2, run, "lightning", "--epochs", "2", "--folder", str(tmp_path / "parts"))
@@ -83,8 +83,8 @@ def test_a_lightning_module_goes_on(tmp_path):
         ("lightning", ("--epochs", "2"), "--folder", "epoch 1, batch 3"),
     ],
 )
-def test_a_script_that_is_killed_goes_on(tmp_path, name, options, folder, last):
-    """Killed below torchrun. The other two runs have no launcher, and the imports of their ranks are there."""
+def test_killed_example_resumes_with_the_same_losses(tmp_path, name, options, folder, last):
+    """The killed run uses torchrun. The other two runs fork ranks without a launcher, after the imports."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / name / "after.py"), *options, folder, str(tmp_path / "killed")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(fullshard.__file__).parent.parent)}

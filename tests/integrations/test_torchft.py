@@ -1,4 +1,4 @@
-"""Replicas of torchft: killed ones recover, no replica diverges, losses equal those of an undisturbed run."""
+"""torchft: killed replicas recover, no replica diverges, and losses equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def start_lighthouse() -> tuple[subprocess.Popen[bytes], str]:
 @pytest.mark.clusters
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_example_goes_on_where_a_rank_is_killed(tmp_path):
-    """By the command lines in its header, with the described results."""
+def test_torchft_example_recovers_from_a_killed_rank(tmp_path):
+    """Run the command lines in the example's header, and check the described results."""
     stated = (ROOT / "examples" / "torchft" / "digits.py").read_text()
     launches = re.findall(r"^    (torchrun .*?)(?: &)?$", stated, re.M)
     lighthouse, address = start_lighthouse()
@@ -109,7 +109,7 @@ def wait_for_line(log: Path, pattern: str, *, after: int = 0) -> None:
 
 
 @on_new_ranks(1)
-def test_mistakes_are_reported_and_nothing_hangs():
+def test_replicas_reject_invalid_setup_without_hanging():
     from fullshard.integrations.torchft import Replicas
 
     plain = nn.Linear(2, 2)
@@ -130,7 +130,7 @@ def test_mistakes_are_reported_and_nothing_hangs():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # torchft calls it
 @on_new_ranks(1)
-def test_a_replica_alone_is_plain_training_until_the_lighthouse_is_lost():
+def test_single_replica_matches_sharded_training_until_lighthouse_loss():
     from fullshard.integrations.torchft import Replicas
 
     lighthouse, address = start_lighthouse()
@@ -175,7 +175,7 @@ class HalfHealed:
         return self.step
 
     def should_commit(self) -> bool:
-        return False  # on all ranks, since one of them says so
+        return False  # on all ranks, because one rank does not commit
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "batches_committed": 20}
@@ -185,7 +185,7 @@ class HalfHealed:
 
 
 @on_new_ranks(2)
-def test_a_state_received_by_some_ranks_only_is_requested_again_by_all():
+def test_partially_received_state_is_requested_again_by_all_ranks():
     from fullshard.integrations.torchft import Replicas
 
     model = chain(fully_shard)

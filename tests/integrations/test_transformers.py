@@ -77,7 +77,7 @@ def gpt2() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """Two stacks over one embedding. A position bias of the first layers, and what the encoder gives, go to all."""
+    """Two stacks share one embedding. All layers use the position bias of the first layers and the encoder output."""
     config = T5Config(
         vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=96, num_layers=3, num_heads=4, decoder_start_token_id=0
     )
@@ -175,7 +175,7 @@ STRATEGIES: dict[str, Shard] = {
     "hsdp_zero2": partial(on_axes, "hsdp_zero2", (1, 2)),
     "the wrapper": FullyShardedDataParallel,
 }
-# Checkpoints change bits by themselves: transformers keeps no cache then, and reentrant ones lose auxiliary losses.
+# Checkpointing changes bits: transformers then keeps no cache, and reentrant checkpoints lose auxiliary losses.
 MODES = {
     "as it comes": tuple(STRATEGIES),
     "checkpoints": ("zero3", "the wrapper"),
@@ -185,7 +185,7 @@ Traces = dict[tuple[str, str, str], Trace]  # by model, mode and strategy
 
 
 def train_all(*strategies: str) -> Traces:
-    """Return every model in every mode, under those of `strategies` that the mode is for, and by its plain peer."""
+    """Train each model in each mode, without sharding and under the `strategies` of the mode. Return the traces."""
     traces = {}
     for (name, recipe), (mode, tried) in product(RECIPES.items(), MODES.items()):
         plain = recipe.model(leave, mode)
@@ -205,8 +205,8 @@ def traces(world: int) -> list[Traces]:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.slow
-def test_a_sharded_model_learns_the_bits_of_the_plain_one(name, world):
-    """The bits of plain PyTorch on one rank, and of `DistributedDataParallel` on two."""
+def test_sharded_transformers_match_plain_pytorch_and_ddp_bitwise(name, world):
+    """Compare with plain PyTorch on one rank, and with `DistributedDataParallel` on two."""
     for rank, of_rank in enumerate(traces(world)):
         for model, mode, strategy in of_rank:
             if model == name:
@@ -227,8 +227,8 @@ def train_on_three(name: str) -> tuple[Trace, Trace, Trace]:
 
 @pytest.mark.slow
 @on_ranks(3)
-def test_three_ranks_learn_what_one_learns_in_their_place():
-    """Three ranks cannot share all rows evenly and sum in a different order. The strategies' bits are identical."""
+def test_three_ranks_match_one_process_within_rounding():
+    """Three ranks cannot share all rows evenly and sum in a different order. The strategies are bitwise equal."""
     of_rank = {name: train_on_three(name) for name in RECIPES}
     for name, (zero3, ddp, alone) in of_rank.items():
         assert_same(zero3.numbers, ddp.numbers, name=f"{name}: ")
@@ -239,7 +239,7 @@ def test_three_ranks_learn_what_one_learns_in_their_place():
 
 
 def memory_of_a_step(model: Any) -> tuple[int, int]:
-    """Return bytes that the forward leaves for the backward, and the most that there are at any moment of a step."""
+    """Return the bytes that forward keeps for backward, and the peak bytes of a step."""
     for step in range(2):
         loss_of(model, tokens(0), step).backward()
         model.zero_grad()
@@ -255,8 +255,8 @@ def memory_of_a_step(model: Any) -> tuple[int, int]:
     "name", [name if name == "t5" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
 @on_ranks(2)
-def test_checkpoints_save_as_much_memory_as_without_sharding(name):
-    """Forward keeps not a byte more; backward has unsharded gradients of at most two units besides."""
+def test_activation_checkpointing_saves_the_same_memory_with_sharding(name):
+    """Forward keeps no additional bytes. Backward also has unsharded gradients of at most two units."""
     gc.disable()
     recipe = RECIPES[name]
     plain, plain_peak = memory_of_a_step(recipe.model(leave))
@@ -276,7 +276,7 @@ HOW = ({}, {"do_sample": True}, {"num_beams": 3})
 
 
 def generate(model: Any, **options: Any) -> list[Tensor]:
-    """Tokens that follow on a prompt, found in several ways, with the model in eval as users have it then."""
+    """Return the tokens generated from a prompt in several ways, with the model in eval mode."""
     torch.manual_seed(7)
     model.eval()
     found = [model.generate(tokens(20)[:2, :4], pad_token_id=0, max_new_tokens=6, **how, **options) for how in HOW]
@@ -296,7 +296,7 @@ def generate_between_steps(name: str, shard: Shard) -> list[Any]:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_sharded_model_generates_the_plain_one_s_tokens_between_steps():
+def test_generate_between_steps_matches_plain_pytorch():
     for name in RECIPES:
         agree_with_plain(partial(generate_between_steps, name), "zero1", "zero3")
 
@@ -309,7 +309,7 @@ def generate_as_long_as_it_takes() -> tuple[Tensor, Tensor]:
 
 
 def test_ranks_generate_texts_of_different_lengths():
-    """Finished ranks continue to gather with the others, if transformers is asked to do so."""
+    """Finished ranks continue to all-gather with the others if `synced_gpus` is set."""
     results = run_ranks(2, generate_as_long_as_it_takes)
     for sharded, plain in results:
         assert_same(sharded, plain)
@@ -317,8 +317,8 @@ def test_ranks_generate_texts_of_different_lengths():
 
 
 @on_ranks(2)
-def test_layers_that_ranks_would_drop_at_random_run_on_all():
-    """Each rank would drop other layers, unless transformers sees that all ranks have to run all of them."""
+def test_layerdrop_runs_all_layers_on_every_rank():
+    """Each rank would drop different layers unless transformers detects that all ranks must run all layers."""
     config = Wav2Vec2Config(
         vocab_size=16,
         hidden_size=16,

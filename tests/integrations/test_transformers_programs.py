@@ -1,4 +1,4 @@
-"""Random training programs of transformers models leave the bits of plain models whose gradients are averaged."""
+"""Random training programs of transformers models are bitwise equal to plain models with averaged gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GPT2 = {"n_embd": 16, "n_head": 2, "n_positions": 32, "resid_pdrop": 0, "embd_pd
 OPT = {"hidden_size": 16, "ffn_dim": 24, "num_attention_heads": 2, "word_embed_proj_dim": 16, "dropout": 0.0}
 BERT = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "hidden_dropout_prob": 0}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "dropout_rate": 0, "decoder_start_token_id": 0}
-MODELS: dict[str, tuple[Any, str, dict[str, Any]]] = {  # the class, the name of the number of layers, and sizes
+MODELS: dict[str, tuple[Any, str, dict[str, Any]]] = {  # auto class, config key of the layer count, and sizes
     "llama": (AutoModelForCausalLM, "num_hidden_layers", DECODER),
     "qwen2": (AutoModelForCausalLM, "num_hidden_layers", DECODER),
     "gemma2": (AutoModelForCausalLM, "num_hidden_layers", DECODER | {"head_dim": 8}),
@@ -97,7 +97,7 @@ program_with = partial(
 
 @settings(deadline=None, max_examples=6, derandomize=True, phases=(Phase.generate,))
 @given(program=program_with(compiled=st.just(False)))
-def test_transformers_models_train_like_plain_ones(program):
+def test_sharded_transformers_models_match_plain_training_bitwise(program):
     run_ranks(RANKS, train, program)
 
 
@@ -105,7 +105,7 @@ def test_transformers_models_train_like_plain_ones(program):
 @pytest.mark.timeout(600)
 @settings(deadline=None, max_examples=2, derandomize=True, phases=(Phase.generate,))
 @given(program=program_with(compiled=st.just(True)))
-def test_compiled_transformers_models_train_like_plain_ones(program):
+def test_compiled_transformers_models_match_plain_training_bitwise(program):
     run_ranks(RANKS, train, program)
 
 
@@ -210,7 +210,7 @@ def optimizer_of(program: Program, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batch(program: Program, step: int, number: int, rank: int) -> dict[str, Tensor]:
-    """Return tokens of a length of this microbatch."""
+    """Return a batch whose sequence length depends on the microbatch."""
     generator = torch.Generator().manual_seed(program.seed + 100 * step + 10 * number + rank)
     tokens = torch.randint(2, VOCABULARY, (2, 4 + int(torch.randint(3, (), generator=generator))), generator=generator)
     labels = tokens % 2 if program.model == "bert" else tokens

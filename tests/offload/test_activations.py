@@ -1,5 +1,5 @@
-"""Offloaded activations: bits equal to resident activations, with every other option; no
-memory beyond the window; no files left behind.
+"""Offloaded activations: bitwise equal to resident activations with every other option, no memory beyond the
+window, and no files left behind.
 """
 
 import copy
@@ -56,7 +56,7 @@ def everything_is_offloaded(monkeypatch):
 
 
 def offload_everything(window: int = 100_000) -> None:
-    """Run `everything_is_offloaded` in a separate rank."""
+    """Apply the settings of `everything_is_offloaded` in a rank's process."""
     activations.SMALLEST_BYTES, offloaded.WINDOW_BYTES = 1, window
 
 
@@ -82,7 +82,7 @@ def learn(model: Any, *, microbatches: int = 1, steps: int = 2) -> list[Any]:
 
 
 def checkpointed(kind: str, reentrant: bool, model: Any) -> Any:
-    """Recompute each block, by a checkpoint in its unit, or around it."""
+    """Checkpoint each block, inside its unit or around it."""
     if kind == "within":
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
@@ -131,13 +131,13 @@ def compare(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_activations_on_disk_keep_their_bits(tmp_path):
+def test_activation_offload_to_disk_matches_resident_bitwise(tmp_path):
     run_ranks(2, compare, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 class Pieces(nn.Module):
-    """Write in place to pieces of one tensor, which have version counters of their own."""
+    """Write in place to chunks of one tensor, each of which has a separate version counter."""
 
     def __init__(self, order: tuple[int, ...]) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Pieces(nn.Module):
 
 
 @on_ranks(1)
-def test_pieces_of_one_tensor_that_are_written_in_place_keep_their_own_values(tmp_path):
+def test_chunks_modified_in_place_keep_separate_saved_values(tmp_path):
     offload_everything()
     makers: list[Callable[[], nn.Module]] = [partial(Pieces, order) for order in permutations(range(3))]
     makers += [partial(kind, 8, 8) for kind in (nn.GRU, nn.LSTM, nn.RNN, nn.GRUCell, nn.LSTMCell)]
@@ -167,7 +167,7 @@ def test_pieces_of_one_tensor_that_are_written_in_place_keep_their_own_values(tm
 
 
 class Dropping(nn.Module):
-    """Save a tensor for a node that is dropped immediately, and then for two that stay."""
+    """Save a tensor for an autograd node that is dropped immediately, and then for two nodes that remain."""
 
     def forward(self, rows: Tensor) -> Tensor:
         wide = rows + 1
@@ -176,7 +176,7 @@ class Dropping(nn.Module):
 
 
 @on_ranks(1)
-def test_a_storage_is_offloaded_once_again_after_its_first_copy_was_dropped(tmp_path):
+def test_storage_is_offloaded_again_after_first_copy_is_dropped(tmp_path):
     offload_everything()
     model: Any = fully_shard(nn.Sequential(nn.Linear(8, 8), Dropping()), offload_policy=to_disk(tmp_path))
     rows = torch.ones(4, 8)
@@ -186,7 +186,7 @@ def test_a_storage_is_offloaded_once_again_after_its_first_copy_was_dropped(tmp_
 
 
 class Sharing(Layer):
-    """Saves one storage many times: by several nodes, as views of every kind, and with gaps between."""
+    """A layer that saves one storage many times: by several nodes, as views of every kind, and with gaps."""
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.up(self.norm(x))
@@ -197,7 +197,7 @@ class Sharing(Layer):
 
 
 def alone(scenario: Callable[..., Any], folder: Path | None = None, layer: type[Layer] = Layer, **options: Any) -> Any:
-    """`scenario(model)` of a chain of layers whose activations go to `folder`, or stay."""
+    """Return `scenario(model)` for a chain of layers. Activations go to `folder`, or are resident without one."""
     policy = None if folder is None else to_disk(folder)
     return scenario(chain(partial(fully_shard, offload_policy=policy, **options), Chain([layer() for _ in range(3)])))
 
@@ -213,7 +213,7 @@ def one_step(model: Any) -> list[Any]:
 
 
 def again_and_again(model: Any) -> list[Any]:
-    """Backward three times through one graph, in whole and in part."""
+    """Run backward three times through one graph."""
     loss = model(rows()).square().mean()
     loss.backward(retain_graph=True)
     loss.backward(retain_graph=True)
@@ -229,7 +229,7 @@ def twice_differentiated(model: Any) -> list[Any]:
 
 
 def several_graphs(model: Any) -> list[Any]:
-    """Build graphs that wait for one another. One is never used, and they end in a different order."""
+    """Build several graphs before any backward. Their backward passes run in another order, and one never runs."""
     losses = [model(rows(i)).square().mean() for i in range(4)]
     for i in (1, 3, 0):
         losses[i].backward()
@@ -237,7 +237,7 @@ def several_graphs(model: Any) -> list[Any]:
 
 
 def breaking(model: Any) -> list[Any]:
-    """Exceptions in forward and in backward, and then a whole step."""
+    """Raise exceptions in forward and in backward, and then run a complete step."""
 
     def fail(*_: Any) -> None:
         raise KeyError("planted")
@@ -265,7 +265,7 @@ def with_hooks_of_the_user(model: Any) -> list[Any]:
 
 
 def by_hand(model: Any) -> list[Any]:
-    """Run a stage of a pipeline, with microbatches between forward and backward."""
+    """Run a pipeline stage: the forward passes of all microbatches, and then their backward passes."""
     model.set_manual_backward_finalization(True)
     losses = [model(rows(i)).square().mean() for i in range(3)]
     for loss in losses:
@@ -279,7 +279,7 @@ SCENARIOS = (one_step, again_and_again, twice_differentiated, several_graphs, br
 
 @pytest.mark.slow
 @on_ranks(1)
-def test_whatever_is_done_with_a_graph_it_gives_the_same_bits(tmp_path):
+def test_autograd_scenarios_match_resident_activations_bitwise(tmp_path):
     offload_everything()
     for scenario in SCENARIOS:
         for layer in (Layer, Sharing):
@@ -288,8 +288,8 @@ def test_whatever_is_done_with_a_graph_it_gives_the_same_bits(tmp_path):
 
 
 @on_ranks(1)
-def test_each_storage_travels_once_and_its_memory_is_free_meanwhile(tmp_path):
-    """Each storage travels once, and no parameter; the memory of a forward is less by just that."""
+def test_each_storage_is_offloaded_once_and_its_memory_is_freed(tmp_path):
+    """Each storage is offloaded once, and parameters never. Memory after forward shrinks by exactly these bytes."""
     offload_everything(window=1 << 30)
     gc.disable()
     for layer in (Layer, Sharing):
@@ -299,7 +299,7 @@ def test_each_storage_travels_once_and_its_memory_is_free_meanwhile(tmp_path):
             for _ in range(2):
                 one_step(model)
             for store in stores_of(model):
-                store._clear_left(wait=True)  # so that its buffers are used again
+                store._clear_left(wait=True)  # so that its buffers are reused
             with storage_watch() as watch:
                 x = rows()
                 loss = model(x).square().mean()
@@ -309,11 +309,11 @@ def test_each_storage_travels_once_and_its_memory_is_free_meanwhile(tmp_path):
                 put = store.put_bytes // 3
                 assert store.put_bytes == 3 * put
             loss.backward()
-        assert kept[None] - kept[tmp_path] == put - x.nbytes  # which the caller has
+        assert kept[None] - kept[tmp_path] == put - x.nbytes  # the caller still holds `x`
 
 
 @on_ranks(1)
-def test_nothing_grows_over_steps_and_buffers_are_bounded(tmp_path):
+def test_scratch_file_and_buffers_do_not_grow_over_steps(tmp_path):
     offload_everything(window=200_000)
     model = alone(lambda model: model, tmp_path)
     visited = []
@@ -324,14 +324,14 @@ def test_nothing_grows_over_steps_and_buffers_are_bounded(tmp_path):
         store._clear_left(wait=True)
         assert store.scratch.free_bytes == store.scratch.nbytes
         assert not [ref for ref in store._leaving if ref() is not None] and store._ahead_bytes == 0
-        in_use = 2 * ROWS * 192 * 4  # by the node that backward is at, and the one before
+        in_use = 2 * ROWS * 192 * 4  # held by the current and the previous backward node
         assert store.buffer_bytes <= 2 * store.window_bytes + in_use
         visited.append((store.scratch.nbytes, len(os.listdir("/proc/self/fd"))))
     assert len(set(visited[1:])) == 1, visited
 
 
 class Writing(Layer):
-    """Changes in place what `exp` has saved: it is kept, if it is small, and has been copied if it travels."""
+    """A layer that modifies in place what `exp` saved. A small tensor stays in memory. An offloaded one was copied."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(x).exp()
@@ -341,7 +341,7 @@ class Writing(Layer):
 
 
 @on_ranks(1)
-def test_what_was_changed_in_place_before_it_was_copied_is_not_used(tmp_path):
+def test_saved_tensor_modified_in_place_before_its_copy_raises(tmp_path):
     for smallest, window, fails in ((1 << 30, 1000, True), (1, 1000, False)):
         activations.SMALLEST_BYTES, offloaded.WINDOW_BYTES = smallest, window
         model = alone(lambda model: model, tmp_path, Writing)
@@ -354,7 +354,7 @@ def test_what_was_changed_in_place_before_it_was_copied_is_not_used(tmp_path):
 
     offload_everything(window=1 << 30)
     for tier in ("cpu", "disk"):
-        with dry.taped(values=True):  # while a copy of it is under way
+        with dry.taped(values=True):  # modified while its copy is in progress
             policy = Offload(activations={tier: 1.0}, folder=tmp_path)
             loss = chain(partial(fully_shard, offload_policy=policy), Chain([Writing()]))(rows()).sum()
             with pytest.raises(StateError, match="that backward needs was modified in place"):
@@ -362,7 +362,7 @@ def test_what_was_changed_in_place_before_it_was_copied_is_not_used(tmp_path):
 
 
 @on_ranks(1)
-def test_a_bad_disk_is_an_error_and_not_a_wrong_number(tmp_path):
+def test_disk_error_raises_and_training_continues_after_repair(tmp_path):
     """Check that forward or backward raises the error of a failed write. Training continues on a repaired disk."""
     offload_everything(window=50_000)
     model = alone(lambda model: model, tmp_path)
@@ -389,8 +389,8 @@ def test_a_bad_disk_is_an_error_and_not_a_wrong_number(tmp_path):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_the_backward(tmp_path):
-    """Fail each system call, after the creation of the file and during it."""
+def test_disk_error_on_one_rank_raises_on_every_rank_in_backward(tmp_path):
+    """Each system call fails on one rank, during and after the creation of the file."""
     offload_everything(window=50_000)
     full, broken = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EIO))
     for steps, call, error in ((0, "posix_fallocate", full), (1, "pwritev", broken), (1, "preadv", broken)):
@@ -415,14 +415,14 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_the_back
         ({"cpu": 0.8, "disk": 0.2}, "cdccc"),
     ],
 )
-def test_fractions_are_of_units_the_earliest_first_and_the_root_last(fractions, expected):
+def test_fractions_offload_earliest_units_first_and_root_last(fractions, expected):
     options = SimpleNamespace(activations=fractions)
     units: Any = [type("U", (), {"options": options, "is_root": i == 0})() for i in range(5)]
     tiers = tiers_of(units)
     assert "".join(tiers.get(unit, ".")[0] for unit in units) == expected
 
 
-def test_a_policy_that_cannot_be_honoured_is_refused():
+def test_invalid_activation_offload_policy_raises():
     for wrong, why in [
         ({"activations": {"disk": 0.5}}, "without a folder"),
         ({"activations": {"gpu": 0.5}}, "'gpu' is not a tier of activations"),
@@ -451,7 +451,7 @@ def copies_on_offload(tape: dry.Tape) -> bool:
 
 @pytest.mark.slow
 @on_ranks(1)
-def test_on_an_accelerator_the_bits_are_the_same_and_no_stream_touches_what_another_uses(tmp_path):
+def test_activation_offload_on_streams_matches_bitwise_without_races(tmp_path):
     offload_everything()
     for scenario in SCENARIOS:
         if scenario is not with_hooks_of_the_user:
@@ -465,7 +465,7 @@ def test_on_an_accelerator_the_bits_are_the_same_and_no_stream_touches_what_anot
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", ["gpu", "cpu"])
-def test_a_dry_run_has_the_memory_of_a_real_one_and_takes_nothing_of_the_disk(tmp_path, monkeypatch, streams):
+def test_dry_run_predicts_lower_peak_without_using_the_disk(tmp_path, monkeypatch, streams):
     monkeypatch.setattr(Scratch, "take", None)
 
     def peak(policy: Offload | None) -> int:

@@ -1,4 +1,4 @@
-"""A memory budget per rank: offload as little as possible, with identical bits, consistently on all ranks."""
+"""A memory budget per rank: offload as little as possible, with bitwise equal results, consistently on all ranks."""
 
 import errno
 import gc
@@ -48,14 +48,14 @@ KEPT = Tier(what="activations", where="disk", steps=[(0.5, 10), (1.0, 30)])
 
 
 @pytest.mark.parametrize("budget", range(130))
-def test_the_least_that_fits_is_chosen_and_the_cheapest_tier_is_used_up_first(budget):
+def test_least_offload_that_fits_uses_the_cheapest_tier_first(budget):
     chosen, needed = least_that_fits(100, budget, [STATES, KEPT])
     freed = {tier.what: dict(tier.steps)[fraction] for tier, fraction in chosen}
     assert needed == 100 - sum(freed.values())
     assert (needed <= budget) == (budget >= 10)
     if freed.get("activations"):
         assert freed["optimizer"] == 60
-    for tier, fraction in chosen:  # a step less does not do, or is all that there is
+    for tier, fraction in chosen:  # one step less does not fit, or no smaller step exists
         less = max((bytes_ for share, bytes_ in tier.steps if share < fraction), default=0)
         assert needed + freed[tier.what] - max(less, 0) > budget
 
@@ -64,7 +64,7 @@ small_chunks = mock.patch.object(on_disk, "CHUNK_NBYTES", 16384)
 
 
 def small_windows(test: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a test of activations and units that are small enough to be run."""
+    """Decorate a test with thresholds low enough to offload the activations and units of small models."""
     smallest = mock.patch.object(activations, "SMALLEST_BYTES", 1)
     return smallest(mock.patch.object(offloaded, "WINDOW_BYTES", 4096)(test))
 
@@ -107,7 +107,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
 
 
 def shares_on_disk(model: Any) -> list[float]:
-    """Return the fractions of states, of saved activations, and of shards."""
+    """Return the fractions on disk of optimizer states, of saved activations, and of shards."""
     policy = units_in(model)[0].options.offload
     return [item.get("disk", 0.0) for item in (policy.optimizer, policy.activations, policy.parameters)]
 
@@ -119,7 +119,7 @@ def shares_on_disk(model: Any) -> list[float]:
 @on_ranks(2)
 @small_windows
 @small_chunks
-def test_a_budget_is_kept_with_the_least_offloaded_and_changes_no_bit(tmp_path, strategy, make, microbatches):
+def test_budget_bounds_peak_memory_and_matches_no_offload_bitwise(tmp_path, strategy, make, microbatches):
     expected, _ = learn(build(None, strategy), make, microbatches)
     with pytest.raises(ConfigError, match="a rank needs") as refused:
         learn(build(Offload(budget=1000, folder=tmp_path), strategy), make, microbatches)
@@ -188,9 +188,7 @@ def learn_layers(
 @on_ranks(2)
 @small_windows
 @small_chunks
-def test_as_few_units_as_needed_are_offloaded_to_disk_if_states_and_activations_are_not_enough(
-    tmp_path, strategy, microbatches, max_norm
-):
+def test_fewest_units_move_to_disk_after_states_and_activations(tmp_path, strategy, microbatches, max_norm):
     loop = {"microbatches": microbatches, "max_norm": max_norm, "options": {"strategy": strategy}}
     plain, expected, _ = learn_layers(None, **loop)
     nbytes = [unit.whole_nbytes for unit in units_in(plain)]
@@ -215,7 +213,7 @@ def test_as_few_units_as_needed_are_offloaded_to_disk_if_states_and_activations_
     assert counts[0] >= 12 and counts[-1] == 0 and len(set(counts)) >= 3, counts
 
 
-def test_units_whose_buffers_are_larger_than_what_they_free_stay_in_memory(tmp_path):
+def test_units_with_buffers_larger_than_freed_bytes_stay_in_memory(tmp_path):
     with dry.world(2), dry.taped(streams="cpu"):
         for count, expected in ((4, 0), (12, 12)):
             policy = Offload(budget="1GB", folder=tmp_path)
@@ -227,7 +225,7 @@ def test_units_whose_buffers_are_larger_than_what_they_free_stay_in_memory(tmp_p
             assert not root.shards.is_on_disk, "it needs larger buffers than all others free"
 
 
-def test_the_root_goes_to_the_disk_last(tmp_path):
+def test_root_unit_moves_to_disk_last(tmp_path):
     with dry.world(2), dry.taped(streams="cpu"):
         model = layers(Offload(budget="1GB", folder=tmp_path))
         root, *others = units_in(model)
@@ -237,13 +235,13 @@ def test_the_root_goes_to_the_disk_last(tmp_path):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_graph_that_waits_while_units_are_read_from_disk_keeps_its_values(tmp_path):
-    """A graph waits while some units are read from disk. It keeps its values, and slots know that it reads them."""
+def test_pending_graph_keeps_its_values_while_units_leave_the_disk(tmp_path):
+    """Some units are read from disk between forward and backward. Saved values survive, and slots stay referenced."""
 
     def run(*, moves: bool) -> list[Any]:
         model = layers(Offload(budget="1GB", folder=tmp_path))
         units, rows = units_in(model), torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
-        for _ in range(2):  # by now units take turns on slots
+        for _ in range(2):  # units share slots from now on
             model(rows).square().mean().backward()
         assert all(unit.shards.is_on_disk for unit in units)
         grads = [param.grad for param in model.parameters()]
@@ -269,8 +267,8 @@ def test_a_graph_that_waits_while_units_are_read_from_disk_keeps_its_values(tmp_
 
 
 @on_ranks(2)
-def test_a_disk_that_units_cannot_be_read_from_is_an_error_on_all_ranks(tmp_path):
-    """Gradients that cannot be read on one rank, when units are to have them in memory."""
+def test_unit_read_error_on_one_rank_raises_on_every_rank(tmp_path):
+    """Reading gradients fails on one rank when units move them from disk to memory."""
     model = layers(Offload(budget="1GB", folder=tmp_path))
     optimizer = adamw(model.parameters())
     model(torch.ones(4, 256)).square().mean().backward()
@@ -282,8 +280,8 @@ def test_a_disk_that_units_cannot_be_read_from_is_an_error_on_all_ranks(tmp_path
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_nothing_moves_within_a_backward_whose_hooks_step(tmp_path):
-    """Optimizers that step in gradient hooks: no unit moves meanwhile, and the numbers do not change."""
+def test_units_do_not_move_during_backward_with_optimizer_hooks(tmp_path):
+    """Optimizers step in gradient hooks. No unit moves during this backward, and results do not change."""
 
     def run(policy: Offload | None) -> tuple[Any, Any]:
         model = layers(policy)
@@ -312,7 +310,7 @@ def test_nothing_moves_within_a_backward_whose_hooks_step(tmp_path):
     ],
     ids=["whole", "encoded"],
 )
-def test_a_budget_states_what_keeps_parameters_from_the_disk(tmp_path, options, remedy):
+def test_budget_error_names_the_option_that_prevents_disk_offload(tmp_path, options, remedy):
     with dry.world(2), dry.taped(streams="cpu"):
         model = layers(Offload(budget=1000, folder=tmp_path), **options)
         assert not any(unit.shards.is_on_disk for unit in units_in(model))
@@ -323,7 +321,7 @@ def test_a_budget_states_what_keeps_parameters_from_the_disk(tmp_path, options, 
 
 
 @on_ranks(2)
-def test_weights_that_lost_their_tie_are_refused_before_units_move(tmp_path):
+def test_untied_weights_raise_before_units_move(tmp_path):
     """Loading with `assign=True` unties weights, as in plain PyTorch. The second one must not be dropped silently."""
     with torch.device("meta"):
         model: Any = nn.Sequential(nn.Sequential(nn.Linear(6, 6)), nn.Linear(6, 6, bias=False))
@@ -340,8 +338,8 @@ def test_weights_that_lost_their_tie_are_refused_before_units_move(tmp_path):
 @on_ranks(2)
 @small_windows
 @small_chunks
-def test_checkpoints_are_of_no_budget(tmp_path):
-    """Save shards of a budget from the disk into a checkpoint, and load them to it. Training continues unchanged."""
+def test_checkpoint_is_independent_of_the_budget(tmp_path):
+    """Save and load checkpoints with and without a budget that puts shards on disk. Training continues unchanged."""
     with pytest.raises(ConfigError, match="a rank needs") as refused:
         learn_layers(Offload(budget=1000, folder=tmp_path), 1, None, {})
     least, most = needed(refused)
@@ -370,7 +368,7 @@ def test_checkpoints_are_of_no_budget(tmp_path):
 
 
 @on_ranks(1)
-def test_an_optimizer_declared_to_step_shards_chooses_too():
+def test_optimizer_marked_with_step_shards_resolves_the_budget():
     model = build(Offload(budget="1GB"))
     optimizer = step_shards(adamw(trained(model)))
     loss_of(model, my_part(batch(0))).backward()
@@ -388,8 +386,8 @@ def learn_more(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> li
 @on_ranks(2)
 @mock.patch.object(activations, "SMALLEST_BYTES", 1)
 @small_chunks
-def test_states_that_were_loaded_before_the_first_step_are_where_the_budget_has_them(tmp_path):
-    """States that are loaded before anything is chosen go to the disk, and back as far as is chosen then."""
+def test_states_loaded_before_first_step_follow_the_budget(tmp_path):
+    """States loaded before placements are chosen go to disk. Those chosen to stay resident move back to memory."""
     first = build(None)
     optimizer = adamw(trained(first))
     learn_more(first, optimizer, range(2))
@@ -408,7 +406,7 @@ def test_states_that_were_loaded_before_the_first_step_are_where_the_budget_has_
 
 
 def needed(refused: Any) -> tuple[int, int]:
-    """Return the bytes with everything offloaded, and with nothing."""
+    """Return the bytes needed with everything offloaded, and with nothing offloaded."""
     found = re.search(r"at least (\d+) bytes .*\((\d+) with nothing.*Give budget=(\d+), ", str(refused.value))
     assert found is not None
     least, most, reported = map(int, found.groups())
@@ -424,7 +422,7 @@ def on_the_cpu(model: Any) -> list[bool]:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
 @small_windows
-def test_with_an_accelerator_only_the_necessary_states_are_offloaded_to_the_cpu(strategy, microbatches):
+def test_fewest_states_are_offloaded_to_cpu_with_an_accelerator(strategy, microbatches):
     made: list[Any] = []
 
     def make(budget: int) -> Any:
@@ -463,7 +461,7 @@ def test_with_an_accelerator_only_the_necessary_states_are_offloaded_to_the_cpu(
 
 @pytest.mark.slow
 @small_windows
-def test_one_byte_less_offloads_one_more_unit():
+def test_budget_one_byte_below_the_peak_offloads_one_unit():
 
     def peak(policy: Offload) -> int:
         made = partial(chain, partial(fully_shard, strategy="zero3", offload_policy=policy))
@@ -507,7 +505,7 @@ def learn_alongside(policy: Offload | None, strategy: str, microbatches: int = 1
 )
 @on_ranks(2)
 @small_windows
-def test_units_loaded_from_the_cpu_change_no_bit(strategy, loop):
+def test_budget_with_states_on_cpu_matches_no_offload_bitwise(strategy, loop):
     _, expected = learn_alongside(None, strategy, **loop)
     with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
         learn_alongside(Offload(budget=1000), strategy, **loop)
@@ -528,7 +526,7 @@ def test_units_loaded_from_the_cpu_change_no_bit(strategy, loop):
 @pytest.mark.slow
 @on_ranks(2)
 @small_windows
-def test_states_that_were_loaded_are_in_the_memory_that_steps_them(tmp_path):
+def test_loaded_states_reside_in_the_memory_that_steps_them(tmp_path):
     """Load states before placements are chosen. They follow their units from the first step."""
     first = build(None)
     optimizer = torch.optim.AdamW(trained(first), fused=True)
@@ -560,7 +558,7 @@ def test_states_that_were_loaded_are_in_the_memory_that_steps_them(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
 @on_ranks(1)
-def test_a_graph_that_waits_while_its_units_move_finds_its_values(strategy):
+def test_pending_graph_keeps_its_values_while_units_move(strategy):
     """Views that forward saved keep their storage, whatever the placement of the shards."""
 
     def run(*, moves: bool) -> list[Any]:
@@ -586,7 +584,7 @@ def test_a_graph_that_waits_while_its_units_move_finds_its_values(strategy):
 
 
 def layers_tape(budget: int, strategy: str, microbatches: int, **options: Any) -> tuple[dry.Tape, Any]:
-    """Three steps of `layers`, and the model; `options` are `host_bytes` and `folder`."""
+    """Dry-run three steps of `layers`, and return tape and model. `options` are `host_bytes` and `folder`."""
     policy, made = Offload(budget=budget, folder=options.pop("folder", None)), []
 
     def make() -> Any:
@@ -616,12 +614,12 @@ def reported_of_host(refused: Any) -> tuple[int, int, int]:
 )
 @small_windows
 @small_chunks
-def test_no_more_goes_to_the_cpu_than_the_host_has_room_for(tmp_path, strategy, microbatches, with_folder):
+def test_cpu_offload_is_bounded_by_available_host_memory(tmp_path, strategy, microbatches, with_folder):
     tape_of = partial(layers_tape, strategy=strategy, microbatches=microbatches)
     with pytest.raises(ConfigError, match="a rank needs") as refused:
         tape_of(1000)
     least, most = needed(refused)
-    first = tape_of(most)[0].peak_bytes(of_host=True)  # when nothing has been chosen, and all is there but states
+    first = tape_of(most)[0].peak_bytes(of_host=True)  # before the choice, the host holds everything but states
     whole = tape_of(least)[0].peak_bytes(of_host=True)
     budgets, fractions = [], []
     for host_bytes in range(first, whole - (whole - first) // 5, (whole - first) // 5):
@@ -647,7 +645,7 @@ def test_no_more_goes_to_the_cpu_than_the_host_has_room_for(tmp_path, strategy, 
 
 
 def learn_with_room(policy: Offload | None, strategy: str) -> tuple[Any, list[Any]]:
-    """Return the model and the results of training: losses, weights, states; and which of these are on a disk."""
+    """Return the model and the training results: losses, weights, states. `model.there` is True for states on disk."""
     model = layers(policy, strategy=strategy)
     optimizer, left = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), []
     for step in range(3):
@@ -674,7 +672,7 @@ def every_ranks(own: Any) -> list[Any]:
 @on_ranks(2)
 @small_windows
 @small_chunks
-def test_ranks_go_by_the_host_with_the_least_room_and_no_bit_changes(tmp_path, strategy, room):
+def test_ranks_agree_on_host_with_least_memory_and_match_bitwise(tmp_path, strategy, room):
     _, expected = learn_with_room(None, strategy)
     with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
         learn_with_room(Offload(budget=1000), strategy)
@@ -702,7 +700,7 @@ def test_ranks_go_by_the_host_with_the_least_room_and_no_bit_changes(tmp_path, s
 @pytest.mark.slow
 @on_ranks(2)
 @small_chunks
-def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
+def test_report_names_the_disk_and_the_bytes_moved_per_step(tmp_path):
     model = build(Offload(optimizer={"disk": 1.0}, folder=tmp_path / "scratch"))
     optimizer = adamw(trained(model))
     with fullshard.report(model, tmp_path / "run"):
@@ -721,8 +719,8 @@ def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_forecast_goes_by_the_budget(tmp_path, monkeypatch, device_type):
-    """A run dry decides as the run will: so much less is needed, of what a budget asks for."""
+def test_forecast_follows_the_memory_budget(tmp_path, monkeypatch, device_type):
+    """The dry run makes the decisions of the real run, so the predicted peak falls to the budget."""
     monkeypatch.setattr(on_disk, "CHUNK_NBYTES", 16384)
     machine = replace(MACHINE, device_type=device_type)
 
@@ -744,7 +742,7 @@ def test_a_forecast_goes_by_the_budget(tmp_path, monkeypatch, device_type):
 
 
 @pytest.mark.slow
-def test_a_forecast_goes_by_the_room_that_the_host_has():
+def test_forecast_raises_if_host_memory_is_too_small_for_the_budget():
     argv = ["--size", "nano", "--layers", "4", "--seq", "16", "--batch", "4", "--dtype", "float32"]
 
     def reported(budget: str, host_bytes: int | None) -> None:
@@ -759,7 +757,7 @@ def test_a_forecast_goes_by_the_room_that_the_host_has():
         reported(str(least), 0)
 
 
-def test_a_budget_and_fractions_contradict_one_another():
+def test_budget_combined_with_fractions_raises():
     with pytest.raises(ConfigError, match="a budget chooses the fractions"):
         Offload(budget="20GB", optimizer={"disk": 0.5}, folder="/nvme")
     with pytest.raises(ConfigError, match="is not a size of memory"):

@@ -32,7 +32,7 @@ IN_MEMORY = Path("/dev/shm")
 
 
 def noise(nbytes, seed=0):
-    """Bytes in a buffer that may go to disk."""
+    """Return random bytes in a buffer that can be written to disk."""
     made = aligned_buffer(nbytes)
     made.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
     return made
@@ -55,7 +55,7 @@ def test_buffers_are_aligned_and_have_the_requested_size(nbytes):
 @pytest.mark.parametrize("direct", [None, False])
 @pytest.mark.parametrize("requests", [1, 3, 64])
 def test_written_data_is_read_back(tmp_path, direct, requests):
-    """For any number of requests, and any order of concurrent ones."""
+    """Data is read back for any number of requests, and for any order of concurrent ones."""
     source = noise(requests * ALIGNMENT)
     file = DiskFile(tmp_path, "state", 3 * source.numel(), direct=direct, request_bytes=ALIGNMENT, depth=3)
     pieces = [file.write(i * source.numel(), noise(source.numel(), seed=i)) for i in range(3)]
@@ -69,12 +69,12 @@ def test_written_data_is_read_back(tmp_path, direct, requests):
     file.close()
 
 
-def test_no_thread_refers_to_a_buffer_when_a_request_is_over(tmp_path, monkeypatch):
+def test_threads_release_the_buffer_before_a_request_completes(tmp_path, monkeypatch):
     source, may_go, counts = noise(3 * ALIGNMENT), threading.Event(), []
     file = DiskFile(tmp_path, "state", source.numel(), request_bytes=ALIGNMENT)
     before, pwritev = storage_references(source.untyped_storage()), os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *args: may_go.wait(60) and pwritev(*args))
-    work = file.write(0, source[:])  # a tensor of its own
+    work = file.write(0, source[:])  # a separate tensor
     for part in work._parts:  # called by the thread of the request
         part.add_done_callback(lambda _: counts.append(storage_references(source.untyped_storage())))
     may_go.set()
@@ -83,7 +83,7 @@ def test_no_thread_refers_to_a_buffer_when_a_request_is_over(tmp_path, monkeypat
     assert min(counts) == before and len(counts) == 3
 
 
-def test_a_file_system_without_direct_reads_is_used_through_the_cache(tmp_path, monkeypatch):
+def test_file_system_without_direct_io_uses_the_page_cache(tmp_path, monkeypatch):
     assert there_and_back(DiskFile(IN_MEMORY, "state", 1 << 16), noise(1 << 16)).equal(noise(1 << 16))
 
     def refuse(descriptor, command, flags=0):
@@ -100,7 +100,7 @@ def test_a_file_system_without_direct_reads_is_used_through_the_cache(tmp_path, 
 
 
 @pytest.mark.parametrize("most", [ALIGNMENT, ALIGNMENT + 512, 3 * ALIGNMENT - 1])
-def test_the_system_may_do_less_at_a_time(tmp_path, monkeypatch, most):
+def test_partial_reads_and_writes_are_continued(tmp_path, monkeypatch, most):
     preadv, pwritev = os.preadv, os.pwritev
     calls = []
 
@@ -120,8 +120,8 @@ def test_the_system_may_do_less_at_a_time(tmp_path, monkeypatch, most):
 
 @pytest.mark.parametrize("verb", ["read", "write"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, None])
-def test_a_request_that_fails_is_an_error_with_all_that_is_known(tmp_path, monkeypatch, verb, code):
-    """The tensor is also free for the caller again: all other work has ended."""
+def test_failed_request_raises_with_operation_size_and_offset(tmp_path, monkeypatch, verb, code):
+    """All other work has ended as well, so the caller may reuse the tensor."""
     file = DiskFile(tmp_path, "rank3", 1 << 16, request_bytes=1 << 14)
     call = {"read": "preadv", "write": "pwritev"}[verb]
     works = getattr(os, call)
@@ -130,7 +130,7 @@ def test_a_request_that_fails_is_an_error_with_all_that_is_known(tmp_path, monke
         if offset != 1 << 15:
             return works(descriptor, buffers, offset)
         if code is None:
-            return 100  # no whole ALIGNMENT, and never more
+            return 100  # less than ALIGNMENT, at every attempt
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, call, fail)
@@ -147,7 +147,7 @@ def test_a_request_that_fails_is_an_error_with_all_that_is_known(tmp_path, monke
 
 
 @pytest.mark.parametrize(("offset", "start", "nbytes"), [(512, 0, 4096), (0, 512, 4096), (0, 0, 4000), (4096, 0, 8192)])
-def test_what_a_disk_cannot_take_is_refused_before_it_is_requested(tmp_path, offset, start, nbytes):
+def test_unaligned_or_out_of_range_request_raises_before_io(tmp_path, offset, start, nbytes):
     file, buffer = DiskFile(tmp_path, "state", 8192), aligned_buffer(1 << 14)
     for verb in ("read", "write"):
         with pytest.raises(
@@ -156,7 +156,7 @@ def test_what_a_disk_cannot_take_is_refused_before_it_is_requested(tmp_path, off
             getattr(file, verb)(offset, buffer[start : start + nbytes])
 
 
-def test_a_full_disk_is_found_at_the_start(tmp_path):
+def test_full_disk_raises_at_file_creation(tmp_path):
     free = free_bytes(tmp_path)
     requested = 2 * free
     with pytest.raises(
@@ -167,14 +167,14 @@ def test_a_full_disk_is_found_at_the_start(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_folder_path_that_is_a_file_raises_with_the_path(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match=f"{tmp_path}/file is a file, but a scratch file of 4096 bytes needs a folder"):
         DiskFile(tmp_path / "file", "state", 4096)
 
 
 @pytest.mark.parametrize("nameless", [True, False])
-def test_nothing_has_a_name_and_closing_gives_the_room_back(tmp_path, monkeypatch, nameless):
+def test_scratch_file_is_unlinked_and_close_frees_its_space(tmp_path, monkeypatch, nameless):
     if not nameless:
         monkeypatch.delattr(os, "O_TMPFILE")
     before = free_bytes(tmp_path)
@@ -188,8 +188,8 @@ def test_nothing_has_a_name_and_closing_gives_the_room_back(tmp_path, monkeypatc
     assert free_bytes(tmp_path) > before - (128 << 20)
 
 
-def test_what_is_dropped_is_given_out_again_once_nothing_is_written_there(tmp_path, monkeypatch):
-    """A late write would destroy the data of the next one. One range is read while another is written."""
+def test_dropped_range_is_reused_after_its_pending_write(tmp_path, monkeypatch):
+    """A pending write would overwrite the data of the next owner. One range is read while another is written."""
     scratch, may_write, write = Scratch(tmp_path, "room"), threading.Event(), os.pwritev
     first, second = scratch.take(ALIGNMENT, more=2 * ALIGNMENT), scratch.take(2 * ALIGNMENT)
     assert scratch.nbytes == 3 * ALIGNMENT and scratch.free_bytes == 0
@@ -217,7 +217,7 @@ def test_what_is_dropped_is_given_out_again_once_nothing_is_written_there(tmp_pa
     assert scratch.nbytes == 6 * ALIGNMENT and (fifth.nbytes, sixth.nbytes) == (3 * ALIGNMENT, 2 * ALIGNMENT)
 
 
-def test_a_file_without_references_is_deleted(tmp_path):
+def test_file_without_references_is_closed(tmp_path):
     def open_ones():
         return [link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)]
 
@@ -245,7 +245,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_nothing_behind(tmp_path):
+def test_killed_process_leaves_no_scratch_file(tmp_path):
     with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "streams\n"
         held = Path(f"/proc/{process.pid}/fd")
@@ -255,7 +255,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
 
 
 class Work(DiskWork):
-    """Work of a disk that has finished immediately, or finishes in a wait."""
+    """Disk work that finishes immediately, or only when it is awaited."""
 
     def __init__(self, is_fast):
         super().__init__([])
@@ -267,7 +267,7 @@ class Work(DiskWork):
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "give", "wait and give", "drop"]), st.integers(1, 5)), max_size=60))
-def test_how_fast_a_disk_is_makes_no_difference_to_the_memory_of_its_buffers(doings):
+def test_buffer_memory_is_independent_of_disk_speed(doings):
     def memory(is_fast):
         buffers, taken, found = Buffers(torch.device("cpu")), [], []
         for what, blocks in doings:
@@ -298,7 +298,7 @@ def test_how_fast_a_disk_is_makes_no_difference_to_the_memory_of_its_buffers(doi
         ([], "/data", None, None),
     ],
 )
-def test_a_folder_is_judged_by_what_it_is_on(tmp_path, monkeypatch, lines, path, kind, stated):
+def test_unfit_folder_is_detected_by_its_file_system(tmp_path, monkeypatch, lines, path, kind, stated):
     table = tmp_path / "mountinfo"
     table.write_text("".join(f"1 0 0:1 {line} source rw\n" for line in lines))
     monkeypatch.setattr(folder, "MOUNTS", table)
@@ -308,7 +308,7 @@ def test_a_folder_is_judged_by_what_it_is_on(tmp_path, monkeypatch, lines, path,
     assert reason is None if stated is None else stated in reason and kind in reason
 
 
-def test_a_bad_place_is_warned_of_once(tmp_path, monkeypatch, caplog):
+def test_unfit_folder_warns_once(tmp_path, monkeypatch, caplog):
     assert "tmpfs" in why_unfit(IN_MEMORY)
     monkeypatch.setattr(files, "_warned", set())
     with caplog.at_level(logging.WARNING):
@@ -321,7 +321,7 @@ def test_a_bad_place_is_warned_of_once(tmp_path, monkeypatch, caplog):
 
 
 class Clock:
-    """Time that passes only when a disk is waited for."""
+    """A clock that advances only while a disk is awaited."""
 
     now = 0.0
 
@@ -330,8 +330,8 @@ class Clock:
 
 
 class PretendedDisk:
-    """A disk of known rates behind the interface of `DiskFile`: requests take turns, and each costs `latency` that
-    others hide if there are enough of them.
+    """A disk of known rates behind the interface of `DiskFile`. It serves requests in order. Each request costs
+    `latency`, which enough concurrent requests hide.
     """
 
     def __init__(self, nbytes, clock, *, read, write, latency):
@@ -363,7 +363,7 @@ class PretendedDisk:
     ("read", "write", "latency", "least_under_way"),
     [(3e9, 3e9, 0.0, 0), (2e9, 2e9, 2e-3, 1.5e6), (1e8, 5e7, 1e-4, 0), (2e7, 2e7, 0.0, 0)],
 )
-def test_the_rates_of_a_disk_are_found_in_time_and_with_few_buffers(
+def test_disk_rates_are_measured_within_time_and_buffer_limits(
     tmp_path, monkeypatch, read, write, latency, least_under_way
 ):
     clock = Clock()
@@ -383,13 +383,13 @@ def test_the_rates_of_a_disk_are_found_in_time_and_with_few_buffers(
     assert found.seconds(read, 0) == pytest.approx(1, rel=0.06)
     assert found.seconds(0, write) == pytest.approx(1, rel=0.06)
     assert found.seconds(read, write) == pytest.approx(2, rel=0.11)
-    if read > 1e9:  # more memory than a CPU's cache; a slow disk has no time for it, nor is it any faster with less
+    if read > 1e9:  # more memory than a CPU's cache; a slow disk has no time for it, and is no faster with less
         assert max(made[0].memory) - min(made[0].memory) > 0.9 * speed.MEMORY
     filled = max(offset + nbytes for verb, offset, nbytes in made[0].visited if verb == "write")
     assert all(offset + nbytes <= filled for verb, offset, nbytes in made[0].visited)
 
 
-def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path):
+def test_measurement_of_a_real_folder_leaves_no_files(tmp_path):
     found = speed.measure(tmp_path / "new", seconds=0.2)
     assert min(found.read_bytes_per_s, found.write_bytes_per_s, found.both_bytes_per_s) > 0
     assert found.request_bytes in speed.REQUESTS and found.depth in speed.DEPTHS
@@ -397,7 +397,7 @@ def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path):
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_measuring_needs_time_and_room(tmp_path, monkeypatch):
+def test_measurement_without_time_or_space_raises(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="for 0 seconds: must be greater than 0"):
         speed.measure(tmp_path, seconds=0)
     monkeypatch.setattr(speed, "free_bytes", lambda folder: 20 << 20)
@@ -419,8 +419,8 @@ def disk(**changed):
     return speed.DiskSpeed(**{**stated, **changed})
 
 
-def test_what_offloading_costs_is_the_formula_of_the_page():
-    """7B parameters with two fp32 moments: 56 GB read and written a step, 560 TB in 10,000 steps."""
+def test_predicted_offload_cost_matches_the_documented_formula():
+    """7B parameters with two fp32 moments: 56 GB read and written per step, 560 TB in 10,000 steps."""
     found = predict_load(disk(), Traffic.of_optimizer(7e9), step_s=20.0)
     assert found.traffic.written_bytes == found.traffic.room_bytes == 56 * 10**9
     assert found.disk_s == pytest.approx(56)
@@ -436,7 +436,7 @@ def test_what_offloading_costs_is_the_formula_of_the_page():
     assert in_memory[-1] == "writes 560 TB in 10000 steps", "memory does not wear"
 
 
-def test_traffic_adds_up_and_goes_with_the_fraction():
+def test_traffic_is_additive_and_proportional_to_the_fraction():
     half = Traffic.of_optimizer(1e9, bytes_each=4, fraction=0.5)
     both = half + Traffic.of_activations(10**9, microbatches=3)
     assert (both.room_bytes, both.read_bytes, both.written_bytes) == (3 * 10**9, 5 * 10**9, 5 * 10**9)
@@ -444,7 +444,7 @@ def test_traffic_adds_up_and_goes_with_the_fraction():
     assert nothing.disk_s == nothing.written_a_day == 0
 
 
-def test_what_cannot_work_is_refused_with_the_fraction_that_would():
+def test_oversized_offload_raises_with_a_fraction_that_fits():
     with pytest.raises(DiskError, match=r"56000000000 bytes.*20000000000 are free.*Offload 0\.35 of it"):
         predict_load(disk(free_bytes=20 * 10**9), Traffic.of_optimizer(7e9))
     predict_load(disk(free_bytes=20 * 10**9), Traffic.of_optimizer(7e9, fraction=0.35))
@@ -452,14 +452,14 @@ def test_what_cannot_work_is_refused_with_the_fraction_that_would():
         predict_load(disk(), Traffic.of_optimizer(7e9), step_s=-1)
 
 
-def test_a_fraction_that_is_named_is_no_more_than_there_is_room_for():
+def test_suggested_fraction_is_rounded_down():
     for exponent in range(-80, 1):
         fraction = 10 ** (exponent / 10)
         assert 0.9 * fraction < float(floored(fraction)) <= fraction
     assert floored(-0.1) == floored(0.0) == "nothing"
 
 
-def test_the_command_states_what_a_folder_costs(tmp_path, capsys, monkeypatch):
+def test_disk_command_reports_costs_and_rejects_invalid_options(tmp_path, capsys, monkeypatch):
     assert cli.main(["disk", str(tmp_path), "--parameters", "1e6", "--seconds", "0.2", "--steps", "500"]) == 0
     stated = capsys.readouterr().out
     assert "takes 0.008 GB" in stated and "0.004 TB in 500 steps" in stated
@@ -474,7 +474,7 @@ def test_the_command_states_what_a_folder_costs(tmp_path, capsys, monkeypatch):
         ([str(tmp_path), "--endurance", "0"], "--endurance 0: must be greater than 0"),
     ]:
         with monkeypatch.context() as patch:
-            patch.setattr("fullshard.cli.disk.measure", None)  # nothing has been measured then
+            patch.setattr("fullshard.cli.disk.measure", None)  # options are checked before measuring
             assert cli.main(["disk", *wrong]) == 2
         assert why in capsys.readouterr().err
     argv = ["disk", str(tmp_path), "--seconds", "0.1", "--activations", "1e6"]
@@ -517,7 +517,7 @@ def view_of(tensor: torch.Tensor, views: list[tuple[str, int, int, int]]) -> tor
 @given(
     VIEWS, st.lists(st.tuples(st.sampled_from(["mul_", "add_", "fill_"]), VIEWS), min_size=1, max_size=2), st.booleans()
 )
-def test_writes_to_views_are_written_to_the_disk(tmp_path_factory, views, writes, inference):
+def test_writes_to_views_reach_the_tensor_on_disk(tmp_path_factory, views, writes, inference):
     scratch = Scratch(tmp_path_factory.getbasetemp(), "views")
     values = torch.arange(60.0).view(3, 4, 5)
     stored = OnDisk(scratch.take(ALIGNMENT), 0, values.shape, values.dtype, values.device)

@@ -1,4 +1,4 @@
-"""A slow disk is reported once, with numbers, by a clock of the test."""
+"""A slow disk is reported once, with its rates. The tests control the clock."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ from fullshard.disk.pace import SLOWER, DiskPace, Moved, pace_of, paces
 
 
 class Clock:
-    """A clock that advances when the test does so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,7 +30,7 @@ def step(pace: DiskPace, clock: Clock, gb_per_s: float, nbytes: int = 10**9) -> 
 
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("slower", [1.0, 0.9 * SLOWER, 1.1 * SLOWER, 50.0])
-def test_a_disk_that_becomes_slow_is_reported_once(caplog, measured, slower):
+def test_disk_slowdown_is_logged_once(caplog, measured, slower):
     clock = Clock()
     pace = DiskPace(Path("/nvme"), clock)
     with caplog.at_level(logging.WARNING):
@@ -52,8 +52,8 @@ def test_a_disk_that_becomes_slow_is_reported_once(caplog, measured, slower):
         assert f"takes {slower:.3g} s instead of 1 s" in stated
 
 
-def test_a_disk_that_is_never_idle_is_no_slow_one(caplog):
-    """At least one request is pending at each look, for many steps."""
+def test_disk_that_is_never_idle_is_not_logged_as_slow(caplog):
+    """At least one request is pending at each check, for many steps."""
     clock = Clock()
     pace = DiskPace(Path("/nvme"), clock)
     before = pace.moving(written_bytes=10**9)
@@ -71,8 +71,8 @@ def test_a_disk_that_is_never_idle_is_no_slow_one(caplog):
     assert not caplog.records
 
 
-def test_small_requests_are_no_slow_disk(caplog):
-    """They take separate time, however fast the disk is with large requests."""
+def test_small_requests_are_not_logged_as_a_slow_disk(caplog):
+    """Small requests have a fixed cost, however fast the disk serves large requests."""
     clock = Clock()
     pace = DiskPace(Path("/nvme"), clock)
     pace.expect(lambda read, written: (read + written) / 2e9)
@@ -85,7 +85,7 @@ def test_small_requests_are_no_slow_disk(caplog):
     assert not caplog.records
 
 
-def test_what_a_file_moves_is_counted_and_waiting_for_it_too(tmp_path, monkeypatch):
+def test_bytes_moved_and_wait_time_are_counted(tmp_path, monkeypatch):
     clock = Clock()
     pace = pace_of(tmp_path)
     monkeypatch.setattr(pace, "clock", clock)
@@ -102,7 +102,7 @@ def test_what_a_file_moves_is_counted_and_waiting_for_it_too(tmp_path, monkeypat
     assert pace.held_bytes == 0 and pace not in paces()
 
 
-def test_garbage_collection_frees_a_file_even_while_its_pace_is_being_counted(tmp_path):
+def test_garbage_collection_frees_a_file_while_pace_lock_is_held(tmp_path):
     pace, files = pace_of(tmp_path), [DiskFile(tmp_path, "dropped", 1 << 20)]
 
     def collect() -> None:

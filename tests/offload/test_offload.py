@@ -1,4 +1,4 @@
-"""Offloading to the CPU changes where shards live, and on a machine that computes on the CPU nothing at all."""
+"""CPU offload changes the placement of shards. On a machine that computes on the CPU, it changes nothing."""
 
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ def learn(model: Any) -> list[Any]:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_on_a_cpu_offloading_changes_no_bit():
+def test_cpu_offload_on_cpu_machine_matches_no_offload_bitwise():
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for strategy, policy in [*((name, MixedPrecisionPolicy()) for name in ONE_AXIS), ("zero3", low)]:
         shard = partial(fully_shard, strategy=strategy, mp_policy=policy)
@@ -44,7 +44,7 @@ def test_on_a_cpu_offloading_changes_no_bit():
 
 
 @on_ranks(1)
-def test_shards_and_gradients_are_on_the_cpu_pinned_only_where_there_is_a_gpu():
+def test_offloaded_shards_are_on_cpu_and_pinned_only_with_a_gpu():
     model = chain(partial(fully_shard, offload_policy=CPUOffloadPolicy()))
     model(inputs()).sum().backward()
     for unit in units_in(model):
@@ -56,7 +56,7 @@ def test_shards_and_gradients_are_on_the_cpu_pinned_only_where_there_is_a_gpu():
 
 
 def hold_in_hand(**options: Any) -> list[Any]:
-    """Return all that users take out and put in between steps."""
+    """Return everything that users read and write between steps."""
     model = chain(partial(fully_shard, **options))
     optimizer = sgd(model)
     left = learn(model)
@@ -80,8 +80,8 @@ def hold_in_hand(**options: Any) -> list[Any]:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_on_a_cpu_offloading_changes_nothing_that_users_hold():
-    """State dicts, gradients, norms, full parameters, models built on the meta device."""
+def test_cpu_offload_on_cpu_machine_preserves_user_visible_values():
+    """Compare state dicts, gradients, norms, full parameters, and models built on the meta device."""
     for strategy in ("zero1", "zero3"):
         expected = hold_in_hand(strategy=strategy)
         assert_same(hold_in_hand(strategy=strategy, offload_policy=CPUOffloadPolicy()), expected, name=strategy)

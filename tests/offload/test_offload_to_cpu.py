@@ -1,4 +1,4 @@
-"""States and parameters on the CPU with a simulated accelerator: identical bits, and the order of transfers."""
+"""States and parameters on the CPU with a simulated accelerator: bitwise equal results, and the order of transfers."""
 
 import copy
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from fullshard.tape.tape import HOST, Operation
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
-# -- the bits of none -------------------------------------------------------------------------------------------------
+# -- bitwise equality with no offload ---------------------------------------------------------------------------------
 
 SOME = Offload(optimizer={"cpu": 0.6}, parameters={"cpu": 0.3})
 POLICIES = (Offload(optimizer={"cpu": 0.4}), SOME, Offload(optimizer={"cpu": 1.0}), CPUOffloadPolicy())
@@ -65,22 +65,22 @@ def compare(cases: Sequence[Case]) -> None:
 
 
 @pytest.mark.slow
-def test_every_fraction_gives_the_bits_of_none():
+def test_cpu_offload_fractions_match_no_offload_bitwise():
     run_ranks(2, compare, FEW)
 
 
-MAKERS = [adamw, momentum]  # no streams are pretended for Muon
+MAKERS = [adamw, momentum]  # streams are not simulated for Muon
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS, ids=lambda maker: maker.__name__)
-def test_every_fraction_gives_the_bits_of_none_in_every_case(make):
+def test_cpu_offload_fractions_match_no_offload_in_every_case(make):
     """All combinations of any two among strategy, loop, optimizer and fractions are covered."""
     cases = [case for case in covering_pairs(ONE_AXIS, range(3), MAKERS, POLICIES) if case[2] is make]
     run_ranks(2, compare, cases, timeout=500)
 
 
-def test_units_on_a_disk_are_none_of_those_on_the_cpu(tmp_path):
+def test_units_on_disk_and_units_on_cpu_are_disjoint(tmp_path):
     with dry.world(2), dry.taped():
         model = chain(
             partial(fully_shard, offload_policy=Offload(parameters={"cpu": 0.3, "disk": 0.3}, folder=tmp_path))
@@ -104,18 +104,18 @@ def test_units_on_a_disk_are_none_of_those_on_the_cpu(tmp_path):
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_part_on_the_cpu_and_a_part_on_a_disk(tmp_path):
+def test_offload_to_cpu_and_disk_matches_no_offload_bitwise(tmp_path):
     expected = trained_under("zero3", LOOPS[1], adamw, None)
     states = Offload(optimizer={"cpu": 0.3, "disk": 0.5}, folder=tmp_path)
     shards = Offload(parameters={"cpu": 0.3, "disk": 0.3}, folder=tmp_path)
     with few_bytes_per_chunk():
         for policy in (states, shards):
-            assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)  # where the CPU computes
+            assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)  # the CPU computes
             with dry.taped(values=True):
                 assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)
 
 
-# -- what travels, and when -------------------------------------------------------------------------------------------
+# -- transfers and their order ----------------------------------------------------------------------------------------
 
 STEPS, LAYERS = 3, 4
 
@@ -141,7 +141,7 @@ def shard_nbytes() -> int:
 
 
 @pytest.mark.slow
-def test_shards_are_copied_to_the_device_once_per_step_if_it_keeps_a_copy_and_per_gather_if_not():
+def test_shards_are_copied_to_device_per_step_or_per_all_gather():
     last = ["layers.2", "layers.3"]
     tape = tape_of(Offload(optimizer={"cpu": 0.45}), microbatches=2)
     assert names(crossings(tape, "gather")) == last * STEPS
@@ -153,7 +153,7 @@ def test_shards_are_copied_to_the_device_once_per_step_if_it_keeps_a_copy_and_pe
     assert not crossings(tape_of(None), "gather")
 
 
-def test_gradients_go_down_unit_by_unit_while_backward_goes_on():
+def test_gradients_are_offloaded_per_unit_during_backward():
     tape = tape_of(Offload(optimizer={"cpu": 0.45}))
     down = crossings(tape, "offload")
     assert names(down) == ["layers.3", "layers.2"] * STEPS
@@ -169,7 +169,7 @@ def test_gradients_go_down_unit_by_unit_while_backward_goes_on():
     )  # products of earlier layers
 
 
-def test_the_cpu_steps_offloaded_states_and_the_device_all_others():
+def test_cpu_steps_offloaded_states_and_device_steps_the_rest():
     tape = tape_of(Offload(optimizer={"cpu": 0.45}), max_norm=1.0)
     steps = [operation for operation in tape.of(Operation) if operation.name == "aten._fused_adamw_"]
     nbytes = shard_nbytes()
@@ -181,7 +181,7 @@ def test_the_cpu_steps_offloaded_states_and_the_device_all_others():
     )  # values, gradients, states
 
 
-def test_the_cpu_steps_a_unit_when_the_device_computes_those_before_it():
+def test_cpu_steps_a_unit_while_device_computes_earlier_units():
     tape = tape_of(Offload(optimizer={"cpu": 0.45}), max_norm=1.0)
     reported = []
     for operation in tape.of(Operation):
@@ -258,7 +258,7 @@ def step_again(model: Any, optimizer: Any, left: list[Any]) -> None:
 
 
 def do_nothing(model: Any, optimizer: Any, left: list[Any]) -> None:
-    """The step is taken in the next forward, or by the next step."""
+    """Do nothing. The next forward or the next step runs the deferred step."""
 
 
 ACTS = [look_at_params, look_without_gradients, look_at_states, save, write_to_params, write_to_gradients]
@@ -268,8 +268,8 @@ ACTS += [write_to_states, change_the_rate, load_states, step_again, do_nothing]
 def acted_between(act: Any, policy: OffloadPolicy | None) -> list[Any]:
     model = chain(partial(fully_shard, offload_policy=policy))
     with torch.no_grad():
-        model(inputs())  # from where on fractions are known
-    held = [param.to_local() for param in model.layers[3].parameters()]  # of one layer: it is stepped at once
+        model(inputs())  # fractions are known from here on
+    held = [param.to_local() for param in model.layers[3].parameters()]  # of one layer, whose step is not deferred
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     left: list[Any] = []
     for step in range(3):
@@ -296,20 +296,18 @@ def test_a_deferred_step_is_not_observable():
         defer.reset_mock()
 
 
-def test_memory_of_the_device_is_less_by_the_formula():
+def test_device_memory_shrinks_by_the_predicted_bytes():
     plain, tape = tape_of(None), tape_of(Offload(optimizer={"cpu": 0.45}))
     before, after = (memory_peak(item).by_state for item in (plain, tape))
     offloaded = 2 * shard_nbytes()
     assert before[State.PARAMETERS] == after[State.PARAMETERS]  # a copy is as large as the shards
-    assert (
-        abs(before[State.OPTIMIZER] - after[State.OPTIMIZER] - 2 * offloaded) < 100
-    )  # counts of steps, and no padding
-    assert after[State.SHARDED_GRADIENTS] < 1000  # what is on its way down counts as messages
+    assert abs(before[State.OPTIMIZER] - after[State.OPTIMIZER] - 2 * offloaded) < 100  # step counters, and no padding
+    assert after[State.SHARDED_GRADIENTS] < 1000  # gradients in transfer count as messages
     assert tape.peak_bytes() < plain.peak_bytes()
     assert 4 * offloaded <= tape.peak_bytes(of_host=True) <= 4.2 * offloaded
 
 
-def test_the_ledger_and_explain_know_what_is_on_the_cpu():
+def test_ledger_and_explain_report_bytes_on_cpu():
     with dry.world(2), dry.taped():
         policy = Offload(optimizer={"cpu": 0.45}, parameters={"cpu": 0.2})
         model = chain(partial(fully_shard, offload_policy=policy))
@@ -326,7 +324,7 @@ def test_the_ledger_and_explain_know_what_is_on_the_cpu():
     assert text.count("optimizer's state are on the CPU, with a copy of the shards on the device\n") == 1
 
 
-# -- which units ------------------------------------------------------------------------------------------------------
+# -- selection of units -----------------------------------------------------------------------------------------------
 
 
 def placements(policy: Any, **options: Any) -> list[StatePlacement]:
@@ -336,7 +334,7 @@ def placements(policy: Any, **options: Any) -> list[StatePlacement]:
         return list(placements_of(units_in(model)).values())
 
 
-def test_the_requested_number_of_last_units_is_on_the_cpu():
+def test_cpu_fraction_selects_the_last_units():
     device, stepped, on_cpu = StatePlacement.DEVICE, StatePlacement.STEPPED_ON_CPU, StatePlacement.CPU
     assert placements(Offload(optimizer={"cpu": 0.3})) == [device] * 3 + [stepped] * 2
     assert placements(Offload(optimizer={"cpu": 0.5}, parameters={"cpu": 0.1})) == [device] * 2 + [stepped] * 2 + [
@@ -346,7 +344,7 @@ def test_the_requested_number_of_last_units_is_on_the_cpu():
     assert placements(Offload(optimizer={"cpu": 1})) == [stepped] * 5
 
 
-def test_fractions_have_one_unit_more_there_each():
+def test_each_fraction_offloads_one_more_unit_to_cpu():
     with dry.world(2), dry.taped():
         units = units_in(chain(fully_shard))
         fractions = fractions_of(units)
@@ -355,15 +353,15 @@ def test_fractions_have_one_unit_more_there_each():
         assert placements(Offload(optimizer={"cpu": fraction})).count(StatePlacement.STEPPED_ON_CPU) == count
 
 
-def test_names_choose_policies():
+def test_fqn_patterns_select_offload_policies():
     device, stepped, on_cpu = StatePlacement.DEVICE, StatePlacement.STEPPED_ON_CPU, StatePlacement.CPU
     chosen = {"layers.3.*": CPUOffloadPolicy(), "layers.*": Offload(optimizer={"cpu": 0.3}), "": OffloadPolicy()}
     assert placements(chosen) == [device, device, device, stepped, on_cpu]
     assert placements({"layers.1": Offload(optimizer={"cpu": 1})}) == [device, device, stepped, device, device]
 
 
-def test_a_tensor_has_the_device_of_what_it_holds():
-    """For any machine: this device need not exist here."""
+def test_dtensor_reports_the_device_of_its_local_tensor():
+    """The device need not exist on this machine."""
 
     class Elsewhere(Tensor):
         @staticmethod
@@ -384,5 +382,5 @@ def test_a_tensor_has_the_device_of_what_it_holds():
         assert isinstance(param, DTensor)
         assert param.device.type == "cpu"
         assert param.to_local().data_ptr() == local.data_ptr()
-        param.grad = make_dtensor(torch.ones(4, 4), mesh, (Shard(0),), (8, 4))  # which torch would refuse
+        param.grad = make_dtensor(torch.ones(4, 4), mesh, (Shard(0),), (8, 4))  # torch would reject this assignment
         assert (param.requires_grad, param.is_leaf) == (True, True)

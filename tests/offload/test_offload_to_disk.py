@@ -1,4 +1,4 @@
-"""Optimizer states on disk: the bits of a run without offload, in little memory, under all operations."""
+"""Optimizer states on disk: bitwise equal to a run without offload, in little memory, under all operations."""
 
 import copy
 import errno
@@ -68,7 +68,7 @@ def momentum(model: nn.Module) -> Optimizers:
 
 
 def muon(model: nn.Module) -> Optimizers:
-    """For the matrices of blocks; the rest has another optimizer."""
+    """Build Muon for the matrices of blocks, and Adam for all other parameters."""
     hidden = [
         param
         for name, param in model.named_parameters()
@@ -100,7 +100,7 @@ def build(
 def learn(
     model: Any, optimizers: Optimizers, steps: range = range(3), microbatches: int = 1, clips: bool = False
 ) -> list[Any]:
-    """Train, and leave all that there is to compare."""
+    """Train, and return everything to compare."""
     left: list[Any] = []
     for step in steps:
         for number in range(microbatches):
@@ -117,7 +117,7 @@ def learn(
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return all states, whole, in the optimizer's order."""
+    """Return all states, unsharded, in the optimizer's order."""
     state = optimizer.state_dict()["state"]
     return gathered({f"{number} {name}": item for number, of_one in state.items() for name, item in of_one.items()})
 
@@ -132,7 +132,7 @@ def few_bytes_per_chunk() -> Any:
     return mock.patch.object(on_disk, "CHUNK_NBYTES", 60_000)
 
 
-# -- the bits of none -------------------------------------------------------------------------------------------------
+# -- bitwise equality with no offload ---------------------------------------------------------------------------------
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 LOOPS: list[dict[str, Any]] = [{}, {"microbatches": 2, "clips": True}, {"mp_policy": LOW, "clips": True}]
@@ -143,7 +143,7 @@ CASES = covering_pairs(MAKERS, WORLDS, ONE_AXIS, range(3), FRACTIONS)
 
 @few_bytes_per_chunk()
 def compare(folder: Path, make: Make, cases: Sequence[tuple[str, int, float]]) -> None:
-    """Strategies give the same bits, so one without offload is enough for each loop."""
+    """All strategies are bitwise equal, so one run without offload is the reference for each loop."""
 
     def run(fraction: float | None, strategy: str, mp_policy: Any = None, **loop: Any) -> list[Any]:
         model = build(fraction, folder, strategy, mp_policy)
@@ -164,28 +164,28 @@ def with_fraction(fraction: float, cases: Sequence[tuple[str, int]]) -> list[tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS, ids=lambda maker: maker.__name__)
-def test_every_fraction_gives_the_bits_of_none(tmp_path, make):
+def test_state_offload_fractions_match_no_offload_bitwise(tmp_path, make):
     run_ranks(2, compare, tmp_path, make, with_fraction(0.4, FEW))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("make", MAKERS, ids=lambda maker: maker.__name__)
-def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, make, world):
+def test_state_offload_fractions_match_no_offload_in_every_case(tmp_path, make, world):
     """All combinations of any two among optimizer, world, strategy, loop and fraction are covered."""
     run_ranks(world, compare, tmp_path, make, [case[2:] for case in CASES if case[:2] == (make, world)], timeout=500)
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_needs_whole_parameters_may_have_them_one_by_one(tmp_path):
+def test_adafactor_with_states_on_disk_matches_no_offload_bitwise(tmp_path):
     run_ranks(2, compare, tmp_path, adafactor, with_fraction(1.0, [("ddp", 0), ("ddp", 1)]))
 
 
 @pytest.mark.slow
 @on_ranks(1)
 @few_bytes_per_chunk()
-def test_steps_with_hooks_closures_and_gaps_are_those_of_a_run_without(tmp_path):
-    """Hooks of the user's, closures, schedulers, implementations, steps without some gradients, new groups."""
+def test_hooks_closures_and_missing_grads_match_no_offload_bitwise(tmp_path):
+    """User hooks, closures, schedulers, foreach and fused steps, steps without some gradients, states created later."""
 
     def by_closure(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         def closure() -> Tensor:
@@ -246,8 +246,8 @@ def test_steps_with_hooks_closures_and_gaps_are_those_of_a_run_without(tmp_path)
 @pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
-def test_hooks_of_one_rank_alone_change_nothing(tmp_path):
-    """Ranks send the same, and a first step holds no more, whichever of them have hooks."""
+def test_step_hooks_on_one_rank_change_neither_results_nor_peak(tmp_path):
+    """Collectives and the peak of a first step are the same, whichever ranks have hooks."""
 
     def run(hooks: bool) -> tuple[list[Any], list[Any]]:
         model, called = build(1.0, tmp_path), []
@@ -265,7 +265,7 @@ def test_hooks_of_one_rank_alone_change_nothing(tmp_path):
     assert not none and called == ([True] * 5 if dist.get_rank() == 0 else []), "once before each, and once after"
 
 
-# -- how much, and in how much memory ---------------------------------------------------------------------------------
+# -- offloaded bytes and memory ---------------------------------------------------------------------------------------
 
 
 @few_bytes_per_chunk()
@@ -318,28 +318,28 @@ def weigh(folder: Path) -> None:
 
         largest = max(states.chunks)
         assert states.buffer_nbytes <= BUFFERS * (largest + ALIGNMENT)
-        temporaries = 3 * largest  # of the optimizer's arithmetic, on the parameters of one portion
+        temporaries = 3 * largest  # of the optimizer's arithmetic, on the parameters of one chunk
         assert first <= BUFFERS * (2 * largest + ALIGNMENT) + temporaries + in_memory
         assert later <= BUFFERS * (largest + ALIGNMENT) + temporaries + in_memory
         assert not any(buffer.numel() for its in states._buffers.values() for buffer in its), "gone after the step"
 
 
 @pytest.mark.slow
-def test_whole_units_go_to_the_disk_and_a_step_holds_three_chunks(tmp_path):
+def test_whole_units_are_offloaded_and_a_step_buffers_three_chunks(tmp_path):
     run_ranks(2, weigh, tmp_path)
     run_ranks(1, weigh, tmp_path)
 
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_snapshot_goes_back_to_the_disk(tmp_path):
+def test_snapshot_restores_states_to_disk(tmp_path):
     run = build(1.0, tmp_path)
     [optimizer] = momentum(run)
     learn(run, [optimizer])
     taken = snapshot(model=run, optimizer=optimizer)
     expected = learn(run, [optimizer])
     for fraction in (0.0, 0.5, 1.0, None):
-        new = run if fraction is None else build(fraction, tmp_path)  # in place, at last
+        new = run if fraction is None else build(fraction, tmp_path)  # the last case restores in place
         [its] = [optimizer] if fraction is None else momentum(new)
         restore_snapshot(taken, model=new, optimizer=its)
         share = sum(on_the_disk(its)) / len(on_the_disk(its))
@@ -355,7 +355,7 @@ def twelve_layers(fraction: float, folder: Path) -> nn.Module:
 
 @pytest.mark.slow
 @on_ranks(1)
-def test_the_first_step_has_no_more_in_memory_than_later_ones(tmp_path):
+def test_first_step_buffers_at_most_three_chunks(tmp_path):
     """Check that at most three of twelve chunks are in memory, plus their new states, and arithmetic on one."""
     for make in (torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), Muon):
         model = twelve_layers(1.0, tmp_path)
@@ -370,7 +370,7 @@ def test_the_first_step_has_no_more_in_memory_than_later_ones(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", ["cpu", "gpu"])
-def test_a_dry_run_has_the_memory_of_the_formula_and_makes_no_file(tmp_path, monkeypatch, streams):
+def test_dry_run_peak_matches_the_formula_without_creating_files(tmp_path, monkeypatch, streams):
     monkeypatch.setattr(fullshard.disk.space, "DiskFile", None)
     peaks, costs = {}, {}
     for fraction in (0.0, 0.5, 1.0):
@@ -391,7 +391,7 @@ def test_a_dry_run_has_the_memory_of_the_formula_and_makes_no_file(tmp_path, mon
             found = peaks[0.0, fused] - peaks[fraction, fused]
             gone = (
                 costs[fraction].buffer_nbytes if streams == "cpu" else 0
-            )  # between steps, as page-locked memory is not
+            )  # freed between steps, unlike page-locked memory
             assert -gone <= saved - found <= 2 * ALIGNMENT * BUFFERS, (fraction, fused)
 
 
@@ -468,7 +468,7 @@ def save_all(folder: Path) -> None:
         learn(model, optimizers, range(2))
         reported = everything(model, optimizer)
         saved = saves(folder / f"{name} {fraction}", model=model, optimizer=optimizer, step=2)
-        left = learn(model, optimizers, range(2, 4))  # while it is written
+        left = learn(model, optimizers, range(2, 4))  # while the checkpoint is written
         if saves is async_save:
             saved.wait()
         if dist.get_rank() == 0:
@@ -490,7 +490,7 @@ def load_all(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_are_loaded_with_another_fraction_or_none_and_another_world_size(tmp_path):
+def test_checkpoint_of_states_resumes_with_other_fraction_and_world_size(tmp_path):
     run_ranks(2, save_all, tmp_path)
     for world in (2, 1, 3):
         run_ranks(world, load_all, tmp_path)
@@ -499,8 +499,8 @@ def test_checkpoints_are_loaded_with_another_fraction_or_none_and_another_world_
 @pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
-def test_state_dicts_of_states_on_the_disk_are_right_and_are_loaded(tmp_path):
-    """Set and get states in all other ways."""
+def test_optimizer_state_dicts_of_states_on_disk_round_trip(tmp_path):
+    """Get and set states through all other state dict functions."""
     model = build(1.0, tmp_path)
     [optimizer] = adamw(model)
     expected = learn(model, [optimizer])[-1]
@@ -532,7 +532,7 @@ def test_state_dicts_of_states_on_the_disk_are_right_and_are_loaded(tmp_path):
 @pytest.mark.slow
 @on_ranks(1)
 @few_bytes_per_chunk()
-def test_a_disk_that_fails_is_reported_with_numbers_and_the_checkpoint_goes_on(tmp_path):
+def test_disk_error_reports_errno_and_training_resumes_from_checkpoint(tmp_path):
     model = build(1.0, tmp_path)
     [optimizer] = adamw(model)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -563,8 +563,8 @@ def test_a_disk_that_fails_is_reported_with_numbers_and_the_checkpoint_goes_on(t
 @pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
-def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
-    """No rank waits for the one with the failed disk, with or without messages of the optimizer."""
+def test_disk_error_on_one_rank_raises_on_every_rank_in_step(tmp_path):
+    """No rank waits for the one with the failed disk, with or without collectives in the optimizer."""
     full, broken = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EIO))
     fails = [(0, "posix_fallocate", full), (0, "pwritev", broken), (2, "preadv", broken), (2, "pwritev", broken)]
     for make, (steps, call, error) in product((adamw, muon), fails):
@@ -579,9 +579,9 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
 
 
 @on_ranks(1)
-def test_an_optimizer_that_may_need_all_parameters_at_once_is_refused(tmp_path):
+def test_optimizer_that_may_need_all_parameters_at_once_raises(tmp_path):
     class Whole(torch.optim.SGD):
-        """Might do anything."""
+        """An optimizer with an unknown step."""
 
     model = build(1.0, tmp_path)
     loss_of(model, batch(0)).backward()
@@ -657,8 +657,8 @@ def straight(folder: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
-def test_a_run_killed_while_it_streams_goes_on_from_a_whole_step(tmp_path, kills):
-    """Each kill is within a read or a write, after half of its bytes."""
+def test_run_killed_during_disk_io_resumes_bitwise_from_checkpoint(tmp_path, kills):
+    """Each kill interrupts a read or a write after half of its bytes."""
     paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     reported = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), str(kills), str(random.Random(kills).random())[2:]],

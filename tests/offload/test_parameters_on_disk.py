@@ -1,4 +1,4 @@
-"""Parameters and gradients on disk: the bits of a run without offload, in little memory, under all operations."""
+"""Parameters and gradients on disk: bitwise equal to a run without offload, in little memory, for all operations."""
 
 import copy
 import errno
@@ -90,11 +90,11 @@ def stored(model: nn.Module) -> list[bool]:
 
 
 def plain_sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Without states."""
+    """Build SGD without states."""
     return [torch.optim.SGD(trained(model), lr=0.05)]
 
 
-# -- the bits of none -------------------------------------------------------------------------------------------------
+# -- bitwise equality with no offload ---------------------------------------------------------------------------------
 
 
 Case = tuple[str, float, Make, int]  # strategy, fraction, optimizers, loop
@@ -102,7 +102,7 @@ Case = tuple[str, float, Make, int]  # strategy, fraction, optimizers, loop
 
 @few_bytes_per_chunk()
 def compare(folder: Path, cases: Sequence[Case]) -> None:
-    """Strategies on one axis give the same bits, so one without offload is enough for each optimizer and loop."""
+    """Strategies on one mesh axis are bitwise equal: one reference without offload suffices per optimizer and loop."""
     expected: dict[Any, list[Any]] = {}
     for strategy, fraction, make, number in cases:
         meshes = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))} if "hsdp" in strategy else {}
@@ -116,7 +116,7 @@ def compare(folder: Path, cases: Sequence[Case]) -> None:
 def trained_with(
     fraction: float | None, folder: Path, strategy: str, make: Make, number: int, **options: Any
 ) -> list[Any]:
-    """Return the results of training, with as many units on the disk as the fraction says, wholly."""
+    """Return the results of training. The fraction determines how many whole units are on disk."""
     loop = dict(LOOPS[number])
     model = build(fraction, folder, strategy, loop.pop("mp_policy", None), **options)
     optimizers = make(model)
@@ -133,7 +133,7 @@ def trained_with(
 
 
 @pytest.mark.slow
-def test_every_fraction_gives_the_bits_of_none(tmp_path):
+def test_shard_offload_fractions_match_no_offload_bitwise(tmp_path):
     loops = [(adamw, 0), (adamw, 1), (momentum, 2)]
     cases = [("zero3", fraction, *loop) for loop in loops for fraction in (0.5, 1.0)]
     run_ranks(2, compare, tmp_path, [*cases, ("zero2", 1.0, muon, 0), ("zero2", 1.0, plain_sgd, 1)])
@@ -145,7 +145,7 @@ STRATEGIES = [*product(["zero3", "zero2", "hsdp"], FRACTIONS)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, world):
+def test_shard_offload_fractions_match_no_offload_in_every_case(tmp_path, world):
     """All combinations of any two among strategy with fraction, optimizer, loop and world are covered."""
 
     def exists(world: int, strategy: tuple[str, float], *_: object) -> bool:
@@ -201,7 +201,7 @@ def test_parameters_on_disk_can_be_read_and_written(tmp_path):
     assert_same(wholes(there), wholes(plain), name="loaded, and cast")
 
 
-# -- checkpoints, and models without values ---------------------------------------------------------------------------
+# -- checkpoints, and models on the meta device -----------------------------------------------------------------------
 
 
 @few_bytes_per_chunk()
@@ -212,7 +212,7 @@ def save_all(folder: Path) -> None:
     save(folder / "save", model=model, optimizer=optimizer, step=2)
     saved = async_save(folder / "async_save", model=model, optimizer=optimizer, step=2)
     taken = snapshot(model=model, optimizer=optimizer)
-    left = learn(model, [optimizer], range(2, 4))  # while it is written
+    left = learn(model, [optimizer], range(2, 4))  # while the checkpoint is written
     saved.wait()
     restore_snapshot(taken, model=model, optimizer=optimizer)
     assert_same(learn(model, [optimizer], range(2, 4)), left, name="from a snapshot")
@@ -238,7 +238,7 @@ def load_all(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_are_loaded_with_another_fraction_or_none_and_another_world_size(tmp_path):
+def test_checkpoint_of_shards_resumes_with_other_fraction_and_world_size(tmp_path):
     run_ranks(2, save_all, tmp_path)
     for world in (2, 3):
         run_ranks(world, load_all, tmp_path)
@@ -259,7 +259,7 @@ def layers(fraction: float | None, folder: Path) -> nn.Module:
 @pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
-def test_memory_is_that_of_few_units_from_the_making_of_the_model_on(tmp_path):
+def test_memory_holds_few_units_from_model_construction_on(tmp_path):
     torch.manual_seed(0)
     shards = aligned((WIDTH * WIDTH + WIDTH) * 4 // dist.get_world_size()) + 2 * ALIGNMENT
     model, made = peak_during(partial(layers, 1.0, tmp_path))
@@ -273,7 +273,7 @@ def test_memory_is_that_of_few_units_from_the_making_of_the_model_on(tmp_path):
         step()
     _, later = peak_during(step)
     world, buffers = dist.get_world_size(), 2 * MOST_WRITING + BUFFERS
-    # Full parameters and gradients of two units each, what passes through buffers, and what a step is about to write.
+    # Full parameters and gradients of two units each, transfer buffers, and pending writes of a step.
     assert later <= (4 * world + buffers) * 2 * shards
     assert buffers_of(torch.device("cpu")).idle_nbytes == 0, "gone after the step"
     model(torch.randn(4, WIDTH)).square().mean().backward()
@@ -292,7 +292,7 @@ def test_memory_is_that_of_few_units_from_the_making_of_the_model_on(tmp_path):
 
 
 @pytest.mark.parametrize("streams", ["cpu", "gpu"])
-def test_a_dry_run_knows_it_and_makes_no_file(tmp_path, monkeypatch, streams):
+def test_dry_run_predicts_savings_without_creating_files(tmp_path, monkeypatch, streams):
     monkeypatch.setattr(fullshard.disk.space, "DiskFile", None)
     peaks = {}
     for fraction in (None, 0.5, 1.0):
@@ -311,7 +311,7 @@ def test_a_dry_run_knows_it_and_makes_no_file(tmp_path, monkeypatch, streams):
 
 @on_ranks(1)
 @few_bytes_per_chunk()
-def test_a_disk_that_fails_is_an_error_that_states_so(tmp_path):
+def test_disk_error_raises_with_advice_to_use_the_last_checkpoint(tmp_path):
     for call in ("preadv", "pwritev"):
         model = build(1.0, tmp_path)
         [optimizer] = adamw(model)
@@ -332,8 +332,8 @@ def test_a_disk_that_fails_is_an_error_that_states_so(tmp_path):
 
 @on_ranks(1)
 @few_bytes_per_chunk()
-def test_a_failed_disk_is_an_error_immediately_if_no_backward_can_report_it(tmp_path):
-    """Evaluate a stage with manually finalized backwards. It has no backward."""
+def test_disk_error_raises_in_forward_if_no_backward_follows(tmp_path):
+    """Evaluate a stage with manual backward finalization. No backward follows that could report the error."""
     model = build(1.0, tmp_path)
     model.set_manual_backward_finalization(True)
     broken = mock.patch("os.preadv", side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
@@ -343,9 +343,9 @@ def test_a_failed_disk_is_an_error_immediately_if_no_backward_can_report_it(tmp_
 
 @on_ranks(2)
 @few_bytes_per_chunk()
-def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_of_them_and_no_loss(tmp_path):
-    """Fail reads of shards for a forward, for one without gradients, and for a backward, with gradients written
-    by several microbatches.
+def test_disk_error_on_one_rank_raises_on_every_rank_in_each_pass(tmp_path):
+    """Fail reads of shards in forward, in forward without gradients and in backward, and writes of gradients in the
+    backward of a second microbatch.
     """
     model = build(1.0, tmp_path)
     rows = my_part(batch(0))
@@ -373,7 +373,7 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_of_them_and_no_loss(tm
             loss.backward()
         here = mock.patch(f"os.{call}", side_effect=broken) if dist.get_rank() == 1 else nullcontext()
         with here, pytest.raises(DiskError, match=f"^rank 1: .*errno {errno.EIO}") as raised:
-            for _ in range(2):  # a write that goes on when a pass ends is looked for in the next
+            for _ in range(2):  # a write that is pending when a pass ends is checked in the next
                 fails()
         assert "rank 0" not in str(raised.value), fails.__name__
         model.zero_grad()
@@ -389,8 +389,8 @@ def by_hand(*args: Any) -> None:
 @pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()
-def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_that_gather_whole_values(tmp_path):
-    """No rank waits for the one that cannot read its part. Nothing is overwritten, so the same calls then succeed."""
+def test_read_error_on_one_rank_raises_on_every_rank_in_full_gathers(tmp_path):
+    """No rank waits for the one that cannot read its shard. Nothing is overwritten, so the same calls then succeed."""
     model = build(1.0, tmp_path)
     [optimizer] = adamw(model)
     learn(model, [optimizer], range(1))
@@ -424,7 +424,7 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_that_gather_whole_valu
 
 @on_ranks(2)
 @few_bytes_per_chunk()
-def test_a_forward_that_raises_sends_nothing_at_its_end(tmp_path):
+def test_failed_forward_skips_the_final_all_reduce(tmp_path):
     model = build(1.0, tmp_path)
     rows = my_part(batch(0))
     with recording() as whole:
@@ -437,11 +437,11 @@ def test_a_forward_that_raises_sends_nothing_at_its_end(tmp_path):
     assert_same(loss_of(model, rows), before)
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- disk traffic -----------------------------------------------------------------------------------------------------
 
 
 def moved(folder: Path, microbatches: int, clips: bool) -> tuple[float, float]:
-    """Return bytes read and written by four steps, over the prediction. The last writes may end in the next step."""
+    """Return bytes read and written by four steps, relative to the prediction. Last writes may end in the next step."""
     policy = Offload(parameters={"disk": 1.0}, folder=folder)
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
     for layer in model:
@@ -466,13 +466,13 @@ def moved(folder: Path, microbatches: int, clips: bool) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_a_step_moves_the_bytes_that_are_predicted(tmp_path):
+def test_disk_traffic_of_a_step_matches_the_prediction(tmp_path):
     for number, (microbatches, clips) in enumerate([(1, False), (3, True)]):
         for found in run_ranks(2, moved, tmp_path / str(number), microbatches, clips):
             assert found == pytest.approx((1, 1), rel=0.1)
 
 
-def test_a_strategy_that_could_not_have_them_there_is_reckoned_in_memory(tmp_path):
+def test_ledger_counts_parameters_in_memory_if_strategy_replicates(tmp_path):
     with dry.world(2), dry.taped():
         there, here = build(0.6, tmp_path), build(None, tmp_path)
         for strategy in ("ddp", "zero1"):
@@ -481,11 +481,11 @@ def test_a_strategy_that_could_not_have_them_there_is_reckoned_in_memory(tmp_pat
 
 
 @on_ranks(2)
-def test_buffers_that_inference_mode_made_are_written_to_outside_of_it(tmp_path):
+def test_buffers_created_in_inference_mode_are_writable_afterwards(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model, offload_policy=Offload(parameters={"disk": 1.0}, folder=tmp_path))
-    buffers_of(torch.device("cpu")).drop()  # what other tests left
+    buffers_of(torch.device("cpu")).drop()  # buffers that other tests left
     with torch.inference_mode():
         expected = model(torch.ones(2, 8)).clone()
     copied = copy.deepcopy(model)

@@ -27,7 +27,7 @@ from fullshard.report.steps import WATCHED_STEP
 
 WIDTH, LAYERS = 128, 4  # shards of 2 ranks are whole blocks of a disk
 ROWS = 256
-KEPT = ROWS * WIDTH * 4  # of a layer's forward
+KEPT = ROWS * WIDTH * 4  # saved by a layer's forward
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -50,7 +50,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, microbatches: int, 
 def transferred(
     policy: OffloadPolicy | None, microbatches: int, clips: bool, **options: Any
 ) -> tuple[Transfers, Transfers]:
-    """Return the transfers of each of two steps, and of one step by formula."""
+    """Return the measured transfers per step, averaged over two steps, and the predicted ones of one step."""
     model = layers(policy, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
@@ -90,7 +90,7 @@ def agree(found: Transfers, predicted: Transfers, microbatches: int, clips: bool
 @pytest.mark.slow
 @on_ranks(2)
 @mock.patch("fullshard.engine.offloaded.WINDOW_BYTES", KEPT)
-def test_a_step_moves_to_and_from_a_disk_what_the_law_states(tmp_path):
+def test_disk_transfers_per_step_match_the_formula(tmp_path):
     for number, (microbatches, clips) in enumerate(LOOPS):
         for strategy in ("zero3", "zero2"):
             for name, share in (("parameters", 1.0), ("parameters", 0.5), ("optimizer", 0.5), ("activations", 1.0)):
@@ -106,7 +106,7 @@ ON_CPU = (SOME, Offload(optimizer={"cpu": 1.0}), CPUOffloadPolicy(), Offload(act
 @pytest.mark.slow
 @on_ranks(2)
 @mock.patch("fullshard.engine.offloaded.WINDOW_BYTES", KEPT)
-def test_a_step_moves_to_and_from_the_cpu_what_the_law_states():
+def test_cpu_transfers_per_step_match_the_formula():
     for microbatches, clips in LOOPS[:2]:
         for strategy in ("zero3", "zero2", "ddp"):
             for policy in ON_CPU:
@@ -124,7 +124,7 @@ def test_a_step_moves_to_and_from_the_cpu_what_the_law_states():
                     )
 
 
-# -- where it rests ---------------------------------------------------------------------------------------------------
+# -- memory by tier ---------------------------------------------------------------------------------------------------
 
 
 def summed(tiers: dict[str, Ledger], state: str) -> int:
@@ -132,7 +132,7 @@ def summed(tiers: dict[str, Ledger], state: str) -> int:
 
 
 def tiers_of(folder: Path, alongside: bool) -> None:
-    """Every byte is in one tier, and all tiers together have what a run without offload has in memory."""
+    """Check that each byte is in one tier, and that tiers add up to the memory of a run without offload."""
     plain = predict_ledger(layers(None))
     cases = [{"optimizer": {"disk": 0.5}}, {"parameters": {"disk": 0.5}}, {"parameters": {"disk": 1.0}}]
     cases += [{"optimizer": {"cpu": 0.5}, "parameters": {"cpu": 0.25}}, {"optimizer": {"cpu": 0.5, "disk": 0.5}}]
@@ -153,7 +153,7 @@ def tiers_of(folder: Path, alongside: bool) -> None:
         assert tiers["disk"].parameters == tiers["disk"].gradients == round(share * plain.parameters)
         optimizer = torch.optim.AdamW(model.parameters())
         step(model, optimizer, 1, clips=False)
-        # Tiers of a run, whose states are those that there are, are those of the formula.
+        # The measured tiers of a run, with its actual states, equal the predicted tiers.
         assert measure_tiers(model, [optimizer]) == predict_tiers(model), case
 
 
@@ -163,19 +163,19 @@ def pretended(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tiers_add_up_to_a_run_without_offload(tmp_path):
+def test_tiers_add_up_to_the_memory_without_offload(tmp_path):
     run_ranks(2, tiers_of, tmp_path, False)
     run_ranks(2, pretended, tmp_path / "pretended")
 
 
-# -- told -------------------------------------------------------------------------------------------------------------
+# -- report and explain -----------------------------------------------------------------------------------------------
 
 
-COUNTED = 4  # steps whose numbers count
+COUNTED = 4  # number of measured steps
 
 
 def reported(folder: Path, share: float) -> tuple[Any, Any, str]:
-    """The tiers of a report of some steps, those of the ledgers with what travels by formula, and what is explained."""
+    """Return the reported tiers, the measured tiers with the predicted transfers, and the text of `explain`."""
     policy = Offload(parameters={"disk": share}, folder=folder / "scratch") if share else None
     model = layers(policy)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -185,7 +185,7 @@ def reported(folder: Path, share: float) -> tuple[Any, Any, str]:
     return read_run(folder).tiers, (measure_tiers(model, [optimizer]), predict_transfers(model)), explain(model)
 
 
-def test_a_report_has_the_bytes_on_disk_and_the_bytes_moved_per_step(tmp_path):
+def test_report_contains_bytes_on_disk_and_bytes_moved_per_step(tmp_path):
     reported_tiers, (tiers, moved), text = run_ranks(1, reported, tmp_path, 0.5)[0]
     assert [item.name for item in reported_tiers] == ["device", "disk"]
     device, disk = reported_tiers
@@ -195,14 +195,14 @@ def test_a_report_has_the_bytes_on_disk_and_the_bytes_moved_per_step(tmp_path):
     assert device.stored["activations"] >= LAYERS * KEPT // 2
     assert not device.comes and not device.goes
     assert disk.comes.keys() == {state for _, state in moved}
-    for (_, state), element in moved.items():  # what is read ahead of the first forward that counts was read before it
+    for (_, state), element in moved.items():  # prefetches for the first measured forward ran before it
         ahead = WIDTH * WIDTH * 4 / COUNTED if state == "parameters" else 0
         assert element.arrived - ahead <= disk.comes[state] <= element.arrived, state
     assert disk.goes == {state: item.passed for (_, state), item in moved.items()}
     assert "on the disk" in text and "per step of one microbatch" in text
 
 
-def test_a_report_of_a_run_without_offload_has_nothing_new(tmp_path):
+def test_report_without_offload_has_no_tiers(tmp_path):
     reported_tiers, _, text = run_ranks(1, reported, tmp_path, 0.0)[0]
     assert reported_tiers == ()
     assert "on the disk" not in text and "microbatch" not in text

@@ -1,4 +1,4 @@
-"""Existing causes are reported with their number and the change, and no others. On synthetic runs."""
+"""Causes in synthetic runs: each is reported with its share and the suggested change, and no others are."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +32,8 @@ quick = settings(max_examples=50, deadline=None, derandomize=True)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.planted)
 @quick
 @given(share=st.floats(0.35, 1.5), **sizes)
-def test_a_fault_is_reported_by_its_name_alone(fault, share, **size):
-    """For faults of any size, in runs of any size. No other cause is reported."""
+def test_planted_fault_is_the_only_reported_cause(fault, share, **size):
+    """Faults and runs have any size. No other cause is reported."""
     run = fault.plant(healthy_run(**size), share)
     findings = find_causes(run)
     assert [finding.cause for finding in findings] == [fault.cause]
@@ -43,7 +43,7 @@ def test_a_fault_is_reported_by_its_name_alone(fault, share, **size):
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(**{**sizes, "ranks": st.integers(1, 16), "steps": st.integers(1, 40), "units": st.integers(1, 60)})
-def test_a_healthy_run_has_no_cause(**size):
+def test_healthy_synthetic_run_has_no_cause(**size):
     run = healthy_run(**size)
     assert find_causes(run) == ()
     stated = verdict(run, ())
@@ -52,7 +52,7 @@ def test_a_healthy_run_has_no_cause(**size):
 
 @quick
 @given(**sizes)
-def test_large_logits_are_a_cause_only_where_memory_is_short(**size):
+def test_large_logits_are_reported_only_if_memory_is_short(**size):
     [fault] = [fault for fault in FAULTS if fault.cause == "large logits"]
     run = fault.plant(healthy_run(**size), 1.0)
     used = RunFigures(run).used_memory()
@@ -61,15 +61,15 @@ def test_large_logits_are_a_cause_only_where_memory_is_short(**size):
     assert find_causes(run) and find_causes(spacious) == ()
 
 
-def test_noise_that_happens_to_rise_is_no_leak():
-    """Of 30,000 series of noise, one rises as clearly as this one. It does not in the first quarter of the run."""
+def test_rising_noise_is_not_reported_as_a_leak():
+    """Of 30,000 series of noise, one rises as clearly as this one. It does not rise in the first quarter of the run."""
     assert find_causes(healthy_run(ranks=4, steps=25, units=5, noise=0.0, seed=33868, step_s=1.0)) == ()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(burst=st.sampled_from(["input", "forward", "gather", "other"]), **sizes)
-def test_what_is_slow_in_a_few_steps_is_reported_with_its_share_and_its_steps(burst, **size):
-    """Two steps' time in each sixth step."""
+def test_intermittent_slowdown_is_reported_with_share_and_steps(burst, **size):
+    """Every sixth step loses the time of two steps."""
     run = healthy_run(**size)
     slow = with_parts(run, [0], **{burst: 2.0})
     parts = run.parts_s.copy()
@@ -84,8 +84,8 @@ def test_what_is_slow_in_a_few_steps_is_reported_with_its_share_and_its_steps(bu
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(**{**sizes, "noise": st.floats(0.1, 0.5)})
-def test_ranks_in_turn_late_are_no_slow_ranks(**size):
-    """On a machine that others use, each rank is late at times, by much; none is slow."""
+def test_alternating_late_ranks_are_not_reported_as_slow(**size):
+    """On a shared machine, each rank is very late at times, but no rank is slow."""
     reported = {find_cause.cause for find_cause in find_causes(healthy_run(**size))}
     assert reported.isdisjoint({"throttled rank", "slow host", "slow input", "unequal work"})
 
@@ -93,8 +93,8 @@ def test_ranks_in_turn_late_are_no_slow_ranks(**size):
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data(), **sizes)
-def test_a_page_is_not_green_while_a_third_of_the_time_is_lost(data, **size):
-    """Whatever takes the time, on whichever ranks and in whichever steps."""
+def test_run_that_loses_a_third_of_its_time_has_a_cause(data, **size):
+    """Any part of a step may take the time, on any ranks and in any steps."""
     run = healthy_run(**size)
     parts = st.sampled_from([part for part in PARTS if part not in GROUPS["compute"]])
     chance = np.random.default_rng(size["seed"])
@@ -108,7 +108,7 @@ def test_a_page_is_not_green_while_a_third_of_the_time_is_lost(data, **size):
 
 @pytest.mark.parametrize("part", ["input", "checkpoint", "other"])
 @pytest.mark.parametrize("slow", [range(1, 100), range(7, 100, 7), range(60, 100)], ids=["always", "7th", "since"])
-def test_the_verdict_and_the_charts_have_the_same_numbers(part, slow):
+def test_verdict_matches_the_numbers_of_the_charts(part, slow):
     run = healthy_run(steps=99, noise=0.1)
     run = with_seconds(run, **{part: np.isin(run.steps, slow) * np.full(run.step_s.shape, 0.5)})
     findings = find_causes(run)
@@ -120,19 +120,19 @@ def test_the_verdict_and_the_charts_have_the_same_numbers(part, slow):
     assert step["sum_s"] == pytest.approx(step["clock_s"], rel=1e-4)
 
 
-def test_the_sentence_on_a_healthy_run_has_the_numbers_of_the_charts():
+def test_healthy_verdict_matches_the_numbers_of_the_charts():
     run = healthy_run(steps=99, noise=0.1)
     charted = {item["part"]: item["share"] for item in shown(run, ())["step"]["parts"]}
     assert f"{100 * sum(charted[part] for part in GROUPS['compute']):.0f} % of the time computes" in verdict(run, ())
     assert sum(charted.values()) == pytest.approx(1.0, rel=1e-4)
 
 
-def test_each_cause_is_planted():
+def test_every_rule_has_a_planted_fault():
     assert {fault.cause for fault in FAULTS} == {rule.cause for rule in RULES}
     assert len({rule.cause for rule in RULES}) == len(RULES) >= 14
 
 
-def test_the_most_expensive_cause_is_first():
+def test_most_expensive_cause_is_first():
     run = with_parts(healthy_run(), input=0.3, other=0.6)
     findings = find_causes(run)
     assert [finding.cause for finding in findings] == ["host waits", "slow input"]
@@ -144,8 +144,8 @@ def test_the_most_expensive_cause_is_first():
 @pytest.mark.parametrize(
     "fault", [fault for fault in FAULTS if "memory" not in fault.planted], ids=lambda fault: fault.planted
 )
-def test_what_was_not_measured_is_no_evidence(fault):
-    """Without what a rule needs it is silent: it neither raises nor guesses."""
+def test_rules_without_measurements_do_not_raise(fault):
+    """A rule without its measurements reports nothing: it neither raises nor guesses."""
     run = fault.plant(healthy_run(steps=20), 0.4)
     bare = replace(
         run,
@@ -163,7 +163,7 @@ def test_what_was_not_measured_is_no_evidence(fault):
     verdict(bare, find_causes(bare))
 
 
-def test_a_gain_is_that_of_the_best_change_that_helps():
+def test_gain_is_that_of_the_best_applicable_change():
     slow = next(fault for fault in FAULTS if fault.planted == "prefetching off").plant(healthy_run(), 0.5)
     changes = [
         WhatIf(change="prefetch of two units", step_s=0.6, gain_s=0.15, command="--prefetch 2"),
@@ -183,7 +183,7 @@ def test_memory_for_a_larger_batch_is_reported():
     assert "free" not in verdict(replace(run, memory=None), ())
 
 
-def test_the_docs_page_has_every_rule_with_its_threshold():
+def test_docs_list_every_rule_with_its_threshold():
     lines = (Path(__file__).parents[2] / "docs" / "report.md").read_text().splitlines()
     start = next(place for place, line in enumerate(lines) if line.startswith("| cause |"))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : start + 2 + len(RULES)]]

@@ -1,4 +1,4 @@
-"""Hardware counters: rates and states as the kernel and the GPU have them, and what they say about slow ranks."""
+"""Hardware counters: rates and states read from the kernel and the GPU, and the advice for slow ranks."""
 
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ class FakeKernel:
         path.write_text(text)
 
     def count(self, times: int) -> None:
-        """Let every counter be `times` its unit: seconds of CPU, pages, kilobytes, faults."""
+        """Set every counter to `times` its unit: seconds of CPU, pages, kilobytes, faults."""
         ticks = times * counters_module._TICKS_PER_S
         self.write("stat", f"cpu  {4 * ticks} {ticks} {ticks} 77 88 {ticks} {ticks} 0 0 0\ncpu0 1 1\n")
         self.write("vmstat", f"nr 7\npgpgin {times}\npgpgout {2 * times}\npswpin {3 * times}\npswpout {4 * times}\n")
@@ -40,7 +40,7 @@ class FakeKernel:
         self.write("sys/class/net/lo/speed", "invalid\n")
         self.write("sys/class/net/eth0/speed", "25000\n")
         self.write("sys/class/net/eth0/device/vendor", "0x15b3\n")
-        self.write("sys/class/net/veth0/speed", "800000\n")  # which the kernel makes up
+        self.write("sys/class/net/veth0/speed", "800000\n")  # a made-up value for a virtual device
         self.write("sys/class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)\n")
         self.write("pressure/memory", f"some avg10=0.00 total={times * 100_000}\nfull avg10=0.00 total=0\n")
         self.write("10/task/10/children", "11 ")
@@ -57,7 +57,7 @@ def kernel(tmp_path, monkeypatch):
     return FakeKernel(tmp_path, monkeypatch)
 
 
-def test_rates_are_differences_per_second(kernel):
+def test_counter_rates_are_differences_per_second(kernel):
     kernel.count(10)
     counters = kernel.counters()
     kernel.count(14)
@@ -83,7 +83,7 @@ def test_rates_are_differences_per_second(kernel):
     assert is_valid_line({"kind": "counters", "n": 3, "v": list(found.values())})
 
 
-def test_counters_that_a_machine_lacks_are_none(kernel):
+def test_missing_counters_are_none(kernel):
     kernel.count(1)
     for name in ("pressure/memory", "net/dev", "net/snmp", "vmstat", "10/task/10/children"):
         (kernel.folder / name).unlink()
@@ -94,7 +94,7 @@ def test_counters_that_a_machine_lacks_are_none(kernel):
     assert {name for name, value in found.items() if value is not None} == {"CPU of the host", "CPU of this rank"}
 
 
-def test_samples_are_a_second_apart_and_a_long_run_has_few(kernel, monkeypatch):
+def test_counter_samples_start_every_second_and_thin_out(kernel, monkeypatch):
     monkeypatch.setattr(counters_module, "_MOST", 8)
     counters, taken = kernel.counters(), []
     for step in range(100_000):
@@ -141,7 +141,7 @@ class FakeNvml:
 
 
 @pytest.mark.parametrize(("reasons", "slowed", "limited"), [(0x1, 0, 0), (0x4, 0, 1), (0x40, 1, 0), (0x8C, 1, 1)])
-def test_gpu_counters_are_those_of_nvml_in_base_units(kernel, reasons, slowed, limited):
+def test_gpu_counters_convert_nvml_values_to_base_units(kernel, reasons, slowed, limited):
     nvml = FakeNvml()
     nvml.reasons = reasons
     counters = kernel.counters(gpu=gpu_counters(nvml, "GPU-1"))
@@ -199,7 +199,7 @@ def test_advice_names_the_cores_that_other_processes_use():
     ],
 )
 @pytest.mark.parametrize("slow", ["all", "some"])
-def test_the_link_of_one_host_is_no_slow_network(changes, stated, slow):
+def test_slow_communication_advice_names_the_host_with_a_bad_link(changes, stated, slow):
     run = healthy_run(ranks=8, per_host=2, steps=24)
     if slow == "all":
         run = next(fault.plant(run, 0.5) for fault in FAULTS if fault.planted == "a network too slow for the model")
@@ -212,6 +212,6 @@ def test_the_link_of_one_host_is_no_slow_network(changes, stated, slow):
     assert ("cable, port and driver there" in finding.change) == bool(changes)
 
 
-def test_counters_of_a_healthy_run_are_no_cause():
+def test_unusual_counters_of_a_healthy_run_are_not_a_cause():
     run = healthy_run()
     assert find_causes(with_counters(run, cells(run, 0), GPU_clock=1.2e9, swapped_in=1e8)) == ()

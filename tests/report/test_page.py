@@ -52,7 +52,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, Case]:
-    """Named as in the first column of what the issue asks a browser to open."""
+    """Return the cases, named as in the first column of the issue's table of pages to open in a browser."""
     faulty = late_run()
     large = made_run(ranks=64, steps=1000, units=500, late=17, prefix="module.language_model.model.decoder.")
     return {
@@ -89,7 +89,7 @@ def pages(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 @pytest.mark.slow
-def test_a_page_is_one_small_file_and_requests_no_other(pages: dict[str, Path]) -> None:
+def test_page_is_one_small_file_without_external_requests(pages: dict[str, Path]) -> None:
     for name, path in pages.items():
         text = path.read_text(encoding="utf-8")
         assert path.stat().st_size < MOST_BYTES, name
@@ -101,7 +101,7 @@ def test_a_page_is_one_small_file_and_requests_no_other(pages: dict[str, Path]) 
         )
 
 
-def test_what_is_written_is_the_run(cases: dict[str, Case], pages: dict[str, Path]) -> None:
+def test_written_data_matches_the_run(cases: dict[str, Case], pages: dict[str, Path]) -> None:
     for name, path in pages.items():
         run = cases[name].run
         reported = json.loads((path.parent / DATA).read_text())
@@ -114,7 +114,7 @@ def test_what_is_written_is_the_run(cases: dict[str, Case], pages: dict[str, Pat
         assert reported["step"]["sum_s"] == pytest.approx(reported["step"]["clock_s"], rel=0.02)
 
 
-def test_thinning_keeps_the_peak_the_late_rank_and_the_units_that_are_waited_for() -> None:
+def test_downsampling_keeps_peak_memory_late_rank_and_exposed_units() -> None:
     run = made_run(ranks=300, steps=900, units=10, late=211)
     reported = shown(run, ())
     assert run.memory is not None
@@ -136,7 +136,7 @@ def test_thinning_keeps_the_peak_the_late_rank_and_the_units_that_are_waited_for
     assert waits + reported["units"]["left_out_s"] == pytest.approx(reported["units"]["waited_s"], rel=1e-4)
 
 
-def test_means_over_steps_keep_the_time_of_all_steps() -> None:
+def test_step_averages_preserve_the_total_time() -> None:
     run = made_run(steps=1000, ranks=2, checkpoint_every=50)
     over = shown(run, ())["over_steps"]
     counts = [len(range(at, min(at + over["each"], 1001))) for at in over["at"]]
@@ -145,7 +145,7 @@ def test_means_over_steps_keep_the_time_of_all_steps() -> None:
         assert whole == pytest.approx(run.parts_s[..., place].mean(0).sum(), rel=1e-3, abs=1e-3), part
 
 
-def test_rows_of_tiers_add_up_to_what_there_is() -> None:
+def test_tier_rows_add_up_to_stored_and_moved_bytes() -> None:
     run = offloaded(made_run())
     reported = shown(run, ())["tiers"]
     bytes_of = {row["name"]: row["nbytes"] for row in reported["rows"]}
@@ -166,7 +166,7 @@ def test_rows_of_tiers_add_up_to_what_there_is() -> None:
     assert tier_lines(made_run()) == []
 
 
-def test_what_was_not_measured_is_none_and_not_zero() -> None:
+def test_missing_measurements_are_none_and_not_zero() -> None:
     reported = shown(bare_run(), ())
     for section in ("timeline", "units", "memory", "held", "shards", "training", "over_steps"):
         assert reported[section] is None
@@ -175,7 +175,7 @@ def test_what_was_not_measured_is_none_and_not_zero() -> None:
     json.dumps(reported, allow_nan=False)
 
 
-def test_a_run_out_of_memory_in_its_first_step_has_a_page(tmp_path: Path) -> None:
+def test_run_out_of_memory_in_first_step_has_a_page(tmp_path: Path) -> None:
     run = exhausted(bare_run())
     nothing = np.zeros((1, 0))
     run = replace(
@@ -187,7 +187,7 @@ def test_a_run_out_of_memory_in_its_first_step_has_a_page(tmp_path: Path) -> Non
     assert "no step was recorded" in text
 
 
-def test_cuts_of_shards_survive_a_round_trip() -> None:
+def test_shard_boundaries_survive_a_round_trip() -> None:
     run = made_run(ranks=3, units=2)
     odd = replace(run.shards[0], fqn="odd", rows=((0, 1000), (1000, 1000), (1000, 3072)))
     reported = shown(replace(run, shards=(*run.shards, odd)), ())["shards"]
@@ -201,7 +201,7 @@ def test_cuts_of_shards_survive_a_round_trip() -> None:
     assert sum(reported["owned_bytes"]) == reported["nbytes"]
 
 
-def test_the_trace_holds_every_span(cases: dict[str, Case], pages: dict[str, Path]) -> None:
+def test_trace_file_contains_every_span(cases: dict[str, Case], pages: dict[str, Path]) -> None:
     run = cases["faulty"].run
     with gzip.open(pages["faulty"].parent / TRACE, "rt") as file:
         events = json.load(file)["traceEvents"]
@@ -227,7 +227,7 @@ def requested(address: str, path: str, host: str | None = None) -> tuple[int, by
     return answer.status, answer.read()
 
 
-def test_only_the_page_is_served_and_only_to_this_machine(tmp_path: Path) -> None:
+def test_server_serves_only_report_files_and_only_locally(tmp_path: Path) -> None:
     path = write(made_run(), (), tmp_path)
     (tmp_path / "model.safetensors").write_text("secret")
     with serving(tmp_path) as address:
@@ -242,7 +242,7 @@ def test_only_the_page_is_served_and_only_to_this_machine(tmp_path: Path) -> Non
         assert requested(address, "/version") == (200, b"1") != (200, before)
 
 
-def test_the_page_is_written_again_when_and_only_when_there_is_more() -> None:
+def test_page_is_rewritten_only_when_the_run_has_new_data() -> None:
     states = iter([0, 0, 1, 1, 2])
     is_stored = iter([True, True, True, True, False])
     written: list[int] = []
@@ -254,8 +254,8 @@ def test_the_page_is_written_again_when_and_only_when_there_is_more() -> None:
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDE, NARROW = 1280, 390
-CPU_S = 1.0  # of the page's own thread, until it answers
-DRAWN_S = 3.0  # of that thread, until everything is drawn
+CPU_S = 1.0  # CPU time of the page's thread until it responds
+DRAWN_S = 3.0  # CPU time of the same thread until everything is drawn
 
 
 @contextmanager
@@ -272,7 +272,7 @@ def chromium() -> Iterator[Any]:
 
 
 def opened(browser: Any, path: Path | str, width: int, theme: str, complaints: list[str]) -> Any:
-    """Return the page when all is drawn; what the browser complains of is added to `complaints`."""
+    """Return the page when everything is drawn. Add the browser's errors, warnings and requests to `complaints`."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, offline=False)
     page = context.new_page()
     page.on("console", lambda item: complaints.append(item.text) if item.type in ("error", "warning") else None)
@@ -306,8 +306,8 @@ EMPTY_CURVES = """() => [...document.querySelectorAll("[data-chart=curve]")].fil
 UNSEEN = """ids => ids.filter(id => { const it = document.getElementById(id); return !it || it.offsetHeight < 40; })"""
 
 
-def test_a_browser_shows_all_of_it(cases: dict[str, Case], pages: dict[str, Path]) -> None:
-    """At both widths and in both themes: no complaint, no request, nothing cut off, every chart drawn, no harm done."""
+def test_browser_renders_all_sections_and_charts(cases: dict[str, Case], pages: dict[str, Path]) -> None:
+    """At both widths and in both themes: no error, no request, nothing cut off, every chart drawn, no injection."""
     with chromium() as browser:
         for name, path in pages.items():
             for width, theme in ((WIDE, "light"), (NARROW, "dark")):
@@ -333,7 +333,7 @@ def test_a_browser_shows_all_of_it(cases: dict[str, Case], pages: dict[str, Path
 
 
 @pytest.mark.slow
-def test_a_plan_is_drawn_as_a_run_is(tmp_path: Path) -> None:
+def test_plan_page_renders_timeline_and_memory(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     argv = ["plan", "--size", "nano", "--layers", "6", "--seq", "32", "--hardware", "h100-80", "--per-host", "8"]
     assert main([*argv, "--strategies", "zero3", "--html", str(path), "--json", str(tmp_path / "plan.json")]) == 0
@@ -342,7 +342,7 @@ def test_a_plan_is_drawn_as_a_run_is(tmp_path: Path) -> None:
     assert {"compute", "gather", "reduce"} <= set(drawn["timeline"]["streams"])
     (streams,) = drawn["timeline"]["ranks"]
     ends = [start + took for start, took in zip(streams["start_us"], streams["took_us"], strict=True)]
-    for stream in set(streams["stream"]):  # a stream does one thing after the other
+    for stream in set(streams["stream"]):  # operations of one stream do not overlap
         places = [place for place, number in enumerate(streams["stream"]) if number == stream]
         assert all(ends[before] <= streams["start_us"][after] + 2 for before, after in pairwise(places))
     memory = drawn["memory"]
@@ -358,8 +358,8 @@ def test_a_plan_is_drawn_as_a_run_is(tmp_path: Path) -> None:
         assert page.evaluate(UNSEEN, ["plan", "step", "memory", "paste"]) == []
 
 
-def test_a_page_answers_within_a_second_and_is_drawn_within_three(pages: dict[str, Path]) -> None:
-    """By the clock of the thread that draws, which stops while others have the core."""
+def test_page_responds_within_1s_and_renders_within_3s_of_cpu_time(pages: dict[str, Path]) -> None:
+    """Measure the CPU time of the drawing thread, which stops while other threads use the core."""
     with chromium() as browser:
         context = browser.new_context(viewport={"width": WIDE, "height": 900})
         page = context.new_page()
@@ -375,7 +375,7 @@ def test_a_page_answers_within_a_second_and_is_drawn_within_three(pages: dict[st
             assert 0 < spent["TaskDuration"] < most, spent
 
 
-def test_what_can_be_clicked_works(pages: dict[str, Path]) -> None:
+def test_page_controls_respond_to_clicks(pages: dict[str, Path]) -> None:
     with chromium() as browser:
         complaints: list[str] = []
         page = opened(browser, pages["faulty"], WIDE, "light", complaints)
@@ -415,7 +415,7 @@ def test_what_can_be_clicked_works(pages: dict[str, Path]) -> None:
         assert complaints == []
 
 
-def test_a_name_in_a_tooltip_is_text(pages: dict[str, Path]) -> None:
+def test_hostile_name_in_a_tooltip_is_rendered_as_text(pages: dict[str, Path]) -> None:
     with chromium() as browser:
         page = opened(browser, pages["hostile names"], WIDE, "light", [])
         for chart in ("timeline", "units", "memory", "ranks", "shards"):
@@ -430,7 +430,7 @@ def test_a_name_in_a_tooltip_is_text(pages: dict[str, Path]) -> None:
         assert page.evaluate("document.images.length") == 0
 
 
-def test_a_page_that_is_followed_shows_what_is_new(tmp_path: Path) -> None:
+def test_served_page_updates_when_the_report_is_rewritten(tmp_path: Path) -> None:
     with chromium() as browser, serving(tmp_path) as address:
         write(made_run(steps=10), (), tmp_path)
         page = opened(browser, address, WIDE, "light", [])
@@ -441,7 +441,7 @@ def test_a_page_that_is_followed_shows_what_is_new(tmp_path: Path) -> None:
         page.wait_for_selector("text=steps 1 to 20", timeout=30_000)
 
 
-def test_hostile_names_are_reported_as_they_are(pages: dict[str, Path]) -> None:
+def test_hostile_names_are_written_unchanged(pages: dict[str, Path]) -> None:
     reported = json.loads((pages["hostile names"].parent / DATA).read_text())
     assert reported["name"] == HOSTILE
     assert reported["units"]["rows"][0]["fqn"].endswith(HOSTILE)
@@ -450,7 +450,7 @@ def test_hostile_names_are_reported_as_they_are(pages: dict[str, Path]) -> None:
 # ---- the command
 
 
-def test_the_command_writes_the_page_and_states_the_verdict(
+def test_report_command_writes_the_page_and_prints_the_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = {tmp_path / "x": late_run(), tmp_path / "y": made_run(name="runs/other")}
@@ -467,9 +467,7 @@ def test_the_command_writes_the_page_and_states_the_verdict(
     assert "Compared with runs/other" in (tmp_path / "x" / PAGE).read_text(encoding="utf-8")
 
 
-def test_the_page_has_the_percentiles_of_all_steps_and_of_each_rank(
-    cases: dict[str, Case], pages: dict[str, Path]
-) -> None:
+def test_page_contains_step_percentiles_overall_and_per_rank(cases: dict[str, Case], pages: dict[str, Path]) -> None:
     run, page = cases["faulty"].run, pages["faulty"]
     reported = json.loads((page.parent / DATA).read_text())
     for row in reported["ranks"]["rows"]:
@@ -486,7 +484,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_exported_numbers_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exported_csv_files_match_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = late_run()
     run = replace(run, counters={"CPU of the host": np.where(run.steps % 2, 3.5, np.nan) + 0 * run.step_s})
     monkeypatch.setattr(fullshard.cli.report, "read_run", lambda folder: run)
@@ -514,7 +512,7 @@ def test_exported_numbers_are_those_of_the_run(tmp_path: Path, monkeypatch: pyte
         fullshard.cli.report.run([str(tmp_path), "--export", str(tmp_path / "file")])
 
 
-def test_the_terminal_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_watch_option_prints_steps_in_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     short, long = made_run(steps=20), made_run(steps=30)
     shown_run = [short]
     remaining = [True, True]
@@ -546,7 +544,7 @@ def test_the_terminal_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["{empty}", "--agianst=x"], "Did you mean against?"),
     ],
 )
-def test_a_folder_without_a_run_is_one_line(
+def test_invalid_report_arguments_print_a_one_line_error(
     words: list[str], stated: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", *(word.format(empty=tmp_path) for word in words)]) == 2

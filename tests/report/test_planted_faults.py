@@ -1,6 +1,6 @@
-"""Faults planted in real runs are reported by their names, and healthy runs have none: with ranks, collectives,
-recorder and reader as in every run, on a clock that only planted faults advance. What the machine's own
-cores do is planted by `benchmarks/planted_faults.py` alone, which prints the table of docs/report.md.
+"""Faults planted in real runs are reported by name, and healthy runs have no cause. Ranks, collectives, recorder and
+reader are those of every run. Only planted faults advance the clock. Faults of the machine's cores are planted only
+by `benchmarks/planted_faults.py`, which prints the table of docs/report.md.
 """
 
 import pytest
@@ -17,17 +17,17 @@ def reported():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", MEASURED, ids=lambda item: item.title)
-def test_a_planted_fault_is_reported(reported, plant):
-    """It costs more than all other causes."""
+def test_planted_fault_is_reported_as_the_main_cause(reported, plant):
+    """The planted fault costs more than all other causes."""
     assert reported[plant.title].is_right, reported[plant.title].findings
 
 
 @pytest.mark.parametrize("plant", HEALTHY, ids=lambda item: item.title)
-def test_a_healthy_run_has_no_cause(reported, plant):
+def test_healthy_real_run_has_no_cause(reported, plant):
     assert reported[plant.title].is_right, reported[plant.title].findings
 
 
-def test_there_are_enough_of_both():
+def test_benchmark_has_enough_faults_and_healthy_runs():
     assert len({fault.cause for fault in FAULTS}) >= 14
     assert len(HEALTHY) >= 14
     assert len({plant.title for plant in PLANTS}) == len(PLANTS)

@@ -15,10 +15,10 @@ def numbers():
 @pytest.mark.parametrize(
     ("wrong", "most"), [("unnoticed", 0.05), ("wrong cause", 0.05), ("wrong steps", 0.05), ("false alarms", 0.02)]
 )
-def test_few_answers_are_wrong(numbers, wrong, most):
+def test_rates_of_wrong_answers_are_below_their_limits(numbers, wrong, most):
     assert numbers[wrong] <= most
 
 
-def test_the_reported_loss_is_the_planted_one(numbers):
+def test_reported_lost_time_matches_the_planted_fault(numbers):
     assert numbers["error within 10 %"] >= 0.95
     assert numbers["median error"] <= 0.01

@@ -70,7 +70,7 @@ def observed(seed: int, folder: str) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_product_belongs_to_the_layer_whose_weight_it_has(seed: int, tmp_path: Path) -> None:
+def test_matmul_is_attributed_to_the_layer_that_owns_its_weight(seed: int, tmp_path: Path) -> None:
     shapes = run_ranks(1, partial(observed, seed), str(tmp_path))[0]
     run = read_run(tmp_path)
     units = {unit.fqn for unit in run.units}
@@ -92,7 +92,7 @@ def test_a_product_belongs_to_the_layer_whose_weight_it_has(seed: int, tmp_path:
     assert any(item.part == "optimizer" for item in run.operations)
 
 
-def test_the_largest_activations_are_listed_by_operation_and_shape(tmp_path: Path) -> None:
+def test_largest_activations_are_listed_by_operation_and_shape(tmp_path: Path) -> None:
     run_ranks(1, wide, str(tmp_path))
     memory = read_run(tmp_path).memory
     assert memory is not None

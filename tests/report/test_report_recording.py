@@ -1,4 +1,4 @@
-"""The record of a run: parts that add up to the clock, the engine's actions, and a small file per rank."""
+"""The record of a run: times that add up to the clock, the engine's actions, and a small file per rank."""
 
 import json
 import math
@@ -75,13 +75,13 @@ def recorder(taken: list[StepTaken], accelerator: Accelerator | None = None) -> 
 
 
 def turn(record: Recorder, clock: Clock, seconds: float, phase: Phase, unit: str = "") -> None:
-    """The program does what it did for so long, and then turns."""
+    """Stay in the current phase for `seconds`, and then switch to `phase` of `unit`."""
     clock.after(seconds)
     record.turn_to(Origin(unit, phase))
 
 
 def collective(record: Recorder, clock: Clock, name: str, phase: Phase, unit: str, *seconds: float) -> Event:
-    """Record a collective with these seconds to start, in the background, and in a wait."""
+    """Record a collective with the seconds of its launch, of its overlap with compute, and of the wait for it."""
     start, alongside, wait = seconds
     event = record.add(Event(name, Origin(unit, phase), "gather", sent_bytes=100, start=clock.now))
     clock.after(start)
@@ -105,12 +105,12 @@ def one_step(record: Recorder, clock: Clock) -> None:
     turn(record, clock, 0.75, IDLE)
 
 
-def test_a_step_is_split_by_turns_and_what_is_waited_for_is_cut_out(clock):
+def test_step_time_is_split_into_phases_and_exposed_communication(clock):
     taken: list[StepTaken] = []
     record = recorder(taken)
     one_step(record, clock)
     one_step(record, clock)
-    assert [item.number for item in taken] == [1]  # whether it is over, the next forward tells
+    assert [item.number for item in taken] == [1]  # only the next forward ends a step
     record.finish()
     for step in taken:
         expected = {"input": 1.0, "forward": 2.75, "backward": 3.0, "gather": 0.5, "reduce": 0.5}
@@ -125,8 +125,8 @@ def test_a_step_is_split_by_turns_and_what_is_waited_for_is_cut_out(clock):
         assert all(end == pytest.approx(start) for (_, end), (start, _) in pairwise(compute))
 
 
-def test_whatever_is_reported_the_parts_add_up_to_the_clock_without_pauses(clock):
-    """In any order: turns, nested collectives, checkpoints, reports of the loop, pauses."""
+def test_parts_of_random_steps_add_up_to_the_clock_minus_pauses(clock):
+    """Phases, nested collectives, checkpoints, reports of the loop and pauses occur in any order."""
     for seed in range(200):
         rng = random.Random(seed)
         taken: list[StepTaken] = []
@@ -167,7 +167,7 @@ def test_whatever_is_reported_the_parts_add_up_to_the_clock_without_pauses(clock
 
 @dataclass
 class Stamped:
-    """A stamp on a stream behind the program. It can be read when the stream has reached it."""
+    """A timing event on a stream that lags behind the host. It can be read once the stream has reached it."""
 
     at: float
     stream: "LaggingStream"
@@ -199,7 +199,7 @@ class LaggingStream(Stream):
         return Stamped(2 * self._clock.now, self)
 
 
-def test_where_streams_lag_the_times_are_their_own_and_read_when_they_are_there(clock, monkeypatch):
+def test_lagging_streams_report_their_own_times_when_available(clock, monkeypatch):
     reused: list[Stamped] = []
 
     def reuse(stamps: Iterator[Stamped]) -> None:
@@ -214,7 +214,7 @@ def test_where_streams_lag_the_times_are_their_own_and_read_when_they_are_there(
     accelerator.streams = streams
     taken: list[StepTaken] = []
     record = recorder(taken, accelerator)
-    streams.compute.reached = 0.0  # and the others are there already
+    streams.compute.reached = 0.0  # all other streams have caught up
     for _ in range(3):
         turn(record, clock, 1.0, FORWARD)
         event = record.add(Event("all_gather", Origin("a", FORWARD), "gather", start=clock.now, sent_bytes=8))
@@ -229,17 +229,17 @@ def test_where_streams_lag_the_times_are_their_own_and_read_when_they_are_there(
         turn(record, clock, 2.0, STEP)
         turn(record, clock, 0.25, IDLE)
     assert not taken
-    record.finish()  # which waits
+    record.finish()  # waits for the streams
     assert len(taken) == 3
     assert len(reused) == 3 * 8, "a step begins with the stamp of the one before, and ends with that of the next"
-    for step in taken:  # streams take twice as long as the program
+    for step in taken:  # streams take twice as long as the host
         expected = dict.fromkeys(PARTS, 0.0) | {"input": 2.0, "forward": 3.0, "gather": 0.5, "backward": 4.0}
         assert step.parts_s == pytest.approx(expected | {"optimizer": 0.5})
         assert (step.units["a"].gather_s, step.units["a"].gather_exposed_s) == pytest.approx((2.0, 0.5))
         assert step.usage.busy_s == pytest.approx(7.5)
 
 
-def test_stamps_that_nobody_reads_are_recorded_again():
+def test_released_timing_events_are_reused():
     recorded: list[torch.Event] = []
     stream = SimpleNamespace(device=torch.device("cpu"), record_event=recorded.append)
     reuse_stamps([])
@@ -250,13 +250,13 @@ def test_stamps_that_nobody_reads_are_recorded_again():
     assert len(recorded) == 5
 
 
-def test_several_optimizers_make_one_step_and_steps_within_backward_end_with_it(clock):
+def test_several_optimizers_and_steps_in_backward_count_as_one_step(clock):
     taken: list[StepTaken] = []
     record = recorder(taken)
     for _ in range(2):
         turn(record, clock, 1.0, FORWARD)
         turn(record, clock, 1.0, BACKWARD)
-        turn(record, clock, 1.0, STEP)  # in a hook on a gradient
+        turn(record, clock, 1.0, STEP)  # in a gradient hook
         turn(record, clock, 1.0, BACKWARD)
         turn(record, clock, 1.0, IDLE)
         for _ in range(2):
@@ -267,7 +267,7 @@ def test_several_optimizers_make_one_step_and_steps_within_backward_end_with_it(
     assert taken[1].parts_s["optimizer"] == pytest.approx(3.0)
 
 
-def test_a_recorder_within_another_one_lets_it_know_of_everything():
+def test_nested_recorder_forwards_events_to_the_outer_recorder():
     with recording() as outer:
         outer.turn_to(Origin("a", FORWARD))
         with recording() as inner:
@@ -337,7 +337,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_recorded_has_the_bits_of_one_that_is_not(trained):
+def test_recorded_run_matches_unrecorded_run_bitwise(trained):
     _, reported, _ = trained
     plain = run_ranks(2, train, None, STEPS)
     for local, peer in zip(reported, plain, strict=True):
@@ -345,10 +345,10 @@ def test_a_run_that_is_recorded_has_the_bits_of_one_that_is_not(trained):
         assert local[2] == peer[2]
 
 
-def test_steps_add_up_to_the_clock(trained):
-    """A loop reads the clock itself, before and after each step of its optimizer. A step ends in between."""
+def test_step_times_add_up_to_the_wall_clock(trained):
+    """The loop reads the clock before and after each optimizer step. A recorded step ends in between."""
     _, reported, run = trained
-    assert run.steps.tolist() == list(range(3, STEPS + 1))  # those before are not timed
+    assert run.steps.tolist() == list(range(3, STEPS + 1))  # earlier steps are not timed
     for rank, (ends, *_) in enumerate(reported):
         (first_before, first_after), (last_before, last_after) = ends[1], ends[-1]
         assert last_before - first_after - 1e-4 <= run.step_s[rank].sum() <= last_after - first_before + 1e-4
@@ -358,7 +358,7 @@ def test_steps_add_up_to_the_clock(trained):
     assert (run.busy_s > 0).all() and (run.held_bytes > 0).all()
 
 
-def test_reported_units_equal_those_of_the_engine(trained):
+def test_reported_units_match_the_collectives_of_the_engine(trained):
     _, reported, run = trained
     counted = reported[0][2][-1]
     assert (sum(unit.gathers for unit in run.units), sum(unit.gathered_bytes for unit in run.units)) == pytest.approx(
@@ -375,7 +375,7 @@ def test_reported_units_equal_those_of_the_engine(trained):
     assert run.work is not None and (run.work == 2 * inputs(0).numel()).all()
 
 
-def test_spans_of_all_ranks_belong_to_one_step_and_are_within_it(trained):
+def test_spans_of_all_ranks_cover_one_step(trained):
     _, _, run = trained
     assert run.shown_step in (4, 8) and sorted(run.spans) == [0, 1]
     column = run.steps.tolist().index(run.shown_step)
@@ -387,7 +387,7 @@ def test_spans_of_all_ranks_belong_to_one_step_and_are_within_it(trained):
         assert shown_s == pytest.approx(run.step_s[rank, column], rel=0.01)
 
 
-def test_memory_by_state_is_that_of_the_ledger(trained):
+def test_reported_memory_by_state_matches_the_ledger(trained):
     _, reported, run = trained
     ledger, memory = reported[0][3], run.memory
     assert memory is not None
@@ -416,14 +416,14 @@ def test_optimizer_state_is_listed_by_tensor_with_parameter_and_shape():
         assert re.fullmatch(r"momentum_buffer of \S+\.\S+, float32 \[[\d, ]+\]", item), item
 
 
-def test_what_a_loop_reports_belongs_to_its_step(trained):
+def test_logged_values_are_averaged_over_ranks_per_step(trained):
     _, reported, run = trained
     means = np.mean([[loss.item() for loss in losses] for _, losses, *_ in reported], axis=0)
     assert run.training["loss"] == pytest.approx(means[2:])
     assert run.training["learning rate"] == pytest.approx(0.05)
 
 
-def test_shards_are_the_layouts(trained):
+def test_reported_shards_cover_each_parameter(trained):
     _, _, run = trained
     for shard in run.shards:
         rows = [row for start, stop in shard.rows for row in range(start, stop)]
@@ -435,7 +435,7 @@ def copied(trained: Any, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained[0], tmp_path / "copy"))
 
 
-def test_a_torn_tail_and_a_missing_rank_are_tolerated_and_nothing_is_an_error(trained, tmp_path):
+def test_truncated_or_missing_rank_file_is_tolerated_and_none_raises(trained, tmp_path):
     folder, whole = copied(trained, tmp_path), trained[2]
     path = path_of(folder, 1)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -459,7 +459,7 @@ def test_a_torn_tail_and_a_missing_rank_are_tolerated_and_nothing_is_an_error(tr
         b'{"kind":"spans","n":' + b"9" * 5000 + b",",
     ],
 )
-def test_damaged_lines_are_reported_and_other_lines_are_read(trained, tmp_path, caplog, damage):
+def test_damaged_lines_are_logged_and_skipped(trained, tmp_path, caplog, damage):
     folder, whole = copied(trained, tmp_path), trained[2]
     path = path_of(folder, 1)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -505,8 +505,8 @@ def with_odd_values(folder: Path, draw: random.Random) -> None:
 
 
 @pytest.mark.slow
-def test_any_value_at_any_place_of_a_log_is_shown_or_left_out(trained, tmp_path, caplog):
-    """An odd type, a missing field, or a world of two billion ranks gave bare errors of Python, or a hang."""
+def test_invalid_values_in_a_log_are_shown_or_skipped(trained, tmp_path, caplog):
+    """An unexpected type, a missing field, or a world size of two billion caused bare Python errors or a hang."""
     left_out = 0
     for case in range(150):
         folder = copied(trained, tmp_path / str(case))
@@ -519,14 +519,14 @@ def test_any_value_at_any_place_of_a_log_is_shown_or_left_out(trained, tmp_path,
     assert left_out > 50
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_of_our_own(trained, tmp_path):
+def test_unwritable_report_folder_raises_config_error(trained, tmp_path):
     folder = copied(trained, tmp_path)
     (folder / f"report.json.{os.getpid()}.tmp").mkdir()
     with pytest.raises(fullshard.ConfigError, match="the report cannot be written there"):
         report_command([str(folder)])
 
 
-def test_text_from_a_log_cannot_control_the_terminal(trained, tmp_path, capsys):
+def test_escape_sequences_from_a_log_are_not_printed(trained, tmp_path, capsys):
     folder = copied(trained, tmp_path)
     for path in (folder / "report").iterdir():
         path.write_bytes(
@@ -536,9 +536,9 @@ def test_text_from_a_log_cannot_control_the_terminal(trained, tmp_path, capsys):
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_a_step_has_the_counters_of_the_next_sample(trained, tmp_path):
+def test_step_uses_the_counters_of_the_next_sample(trained, tmp_path):
     folder = copied(trained, tmp_path)
-    for path in (folder / "report").glob("*.jsonl"):  # a slow machine took some itself
+    for path in (folder / "report").glob("*.jsonl"):  # a slow machine has recorded some samples
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(line for line in lines if json.loads(line)["kind"] != "counters"))
     samples = {4: [None, 1.0], 7: [None, 3.0]}
@@ -555,7 +555,7 @@ def test_a_step_has_the_counters_of_the_next_sample(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_counters_are_recorded_while_a_run_trains(monkeypatch, tmp_path):
+def test_counters_are_recorded_during_training(monkeypatch, tmp_path):
     monkeypatch.setattr(counters_module, "_EVERY_S", 0.0)
     run_alone(lambda: train(str(tmp_path), 6))
     run = read_run(tmp_path)
@@ -563,7 +563,7 @@ def test_counters_are_recorded_while_a_run_trains(monkeypatch, tmp_path):
     assert run.counters["CPU of this rank"].shape == run.step_s.shape
 
 
-def test_a_run_that_goes_on_keeps_what_was_and_counts_what_is_done_again_once(trained, tmp_path):
+def test_resumed_run_keeps_earlier_steps_and_replaces_repeated_steps(trained, tmp_path):
     folder = copied(trained, tmp_path)
     for rank in range(2):
         path = path_of(folder, rank)
@@ -578,8 +578,8 @@ def test_a_run_that_goes_on_keeps_what_was_and_counts_what_is_done_again_once(tr
 
 
 @pytest.mark.slow
-def test_lines_of_steps_grow_with_the_logarithm_of_their_number(monkeypatch, tmp_path):
-    """What is logged in the steps of a line, in each of them or in few, is its mean there."""
+def test_number_of_step_lines_grows_logarithmically(monkeypatch, tmp_path):
+    """A line contains the mean of the values logged in its steps, whether in each of them or in few."""
     monkeypatch.setattr(recording_module, "_LINES", 8)
 
     def one() -> Run:
@@ -608,7 +608,7 @@ def test_lines_of_steps_grow_with_the_logarithm_of_their_number(monkeypatch, tmp
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_recording_does_not_grow_with_its_steps(monkeypatch, tmp_path):
+def test_recording_memory_does_not_grow_with_steps(monkeypatch, tmp_path):
     """Lines cover up to 32 steps, as those of a run of 100,000 steps do."""
     monkeypatch.setattr(recording_module, "_LINES", 512)
 
@@ -656,8 +656,8 @@ def run_alone(function: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_callbacks_of_trainers_record_what_the_trainers_log(tmp_path):
-    """Called as the trainers call them: who calls them when is theirs."""
+def test_trainer_callbacks_record_logged_values(tmp_path):
+    """The test calls the callbacks as the trainers do. The order of calls is the trainers' responsibility."""
     lightning = pytest.importorskip("fullshard.integrations.lightning")
     transformers = pytest.importorskip("fullshard.integrations.transformers")
 
@@ -705,7 +705,7 @@ def test_callbacks_of_trainers_record_what_the_trainers_log(tmp_path):
         assert (folder / "report.html").exists()
 
 
-def test_a_disk_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path, caplog):
+def test_write_error_ends_the_recording_without_raising(tmp_path, caplog):
     (tmp_path / "x").write_text("a file")
     (tmp_path / "report").mkdir()
     path_of(tmp_path, 1).symlink_to("/dev/full")
@@ -717,7 +717,7 @@ def test_a_disk_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path,
     assert [record.message.count("recording of this run has ended") for record in caplog.records] == [1, 1]
 
 
-def test_a_page_that_finds_no_room_is_a_warning_of_one_line(tmp_path, caplog):
+def test_page_on_a_full_disk_logs_a_one_line_warning(tmp_path, caplog):
     (tmp_path / f"report.json.{os.getpid()}.tmp").symlink_to("/dev/full")
     run_alone(lambda: train(str(tmp_path), 1))
     (warning,) = caplog.records
@@ -769,8 +769,8 @@ def reported_elsewhere(destination: str, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("destination", ["tensorboard", "wandb", "mlflow"])
-def test_numbers_go_to_the_destination_that_is_named(destination, tmp_path, monkeypatch):
-    """By the documented calls of each library. The libraries are stand-ins here."""
+def test_log_to_sends_metrics_to_the_named_tracker(destination, tmp_path, monkeypatch):
+    """The report uses the documented calls of each library. Stubs replace the libraries here."""
     for name, source in STUBS.items():
         (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -792,7 +792,7 @@ def test_numbers_go_to_the_destination_that_is_named(destination, tmp_path, monk
         run_alone(lambda: fullshard.report(chain(fully_shard), tmp_path / "y", log_to="paper"))
 
 
-def test_refused_before_anything_is_written(tmp_path):
+def test_report_of_model_without_units_raises_before_writing(tmp_path):
     with pytest.raises(fullshard.ConfigError, match="Linear has no units"):
         fullshard.report(nn.Linear(2, 2), tmp_path)
     assert not os.listdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Errors for memory that runs out: place, largest holders, and a page that the error names."""
+"""Out-of-memory errors: where they occur, the largest tensors, and the page that the error names."""
 
 import logging
 import resource
@@ -25,7 +25,7 @@ WIDTH = 256
 
 
 class Hungry(nn.Module):
-    """A block that raises as an accelerator's allocator does, at a chosen forward; or takes what a batch asks for."""
+    """A block that raises an allocator's error at a chosen forward, or allocates as much as the batch requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Hungry(nn.Module):
 
 
 def train_until_it_raises(folder: Path, rows: list[int], last: int = -1) -> dict:
-    """Return the notes of the error that ends the loop, and the record of the run then."""
+    """Return the notes of the error that ends the loop, and the record of the run at that time."""
     model = nn.Sequential(*(Hungry() for _ in range(4)))
     model[2].last = last
     for block in model:
@@ -62,7 +62,7 @@ def train_until_it_raises(folder: Path, rows: list[int], last: int = -1) -> dict
 
 
 def on_rank(folder: Path) -> dict[str, dict]:
-    """Return all cases, in one process."""
+    """Run all cases in one process, and return their results."""
     reported = {"planted": train_until_it_raises(folder / "planted", [8] * 6, last=5)}
     size = int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line).split()[1])
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -83,7 +83,7 @@ def reported(tmp_path_factory):
     return run_ranks(1, on_rank, tmp_path_factory.mktemp("out"))[0]
 
 
-def test_an_error_of_the_allocator_names_the_page_and_the_largest_holders(reported):
+def test_allocator_error_names_the_page_and_the_largest_tensors(reported):
     """A failure in the fifth forward of a block reports that block, its phase, and the requested size."""
     state, (note,) = reported["planted"]["state"], reported["planted"]["notes"]
     assert (state.requested_bytes, state.where, state.rank) == (3 << 29, "2, forward", 0)
@@ -95,8 +95,8 @@ def test_an_error_of_the_allocator_names_the_page_and_the_largest_holders(report
     assert "ran out of memory in 2, forward" in reported["planted"]["verdict"]
 
 
-def test_a_limit_of_the_process_is_reported_with_what_it_left(reported):
-    """It fails where the loop makes a batch, of a million rows."""
+def test_process_memory_limit_is_reported_with_used_bytes(reported):
+    """The allocation fails where the loop creates a batch of a million rows."""
     state = reported["limited"]["state"]
     assert state.where == "the loop"
     assert state.requested_bytes == 1_000_000 * WIDTH * 4
@@ -112,12 +112,12 @@ def test_a_limit_of_the_process_is_reported_with_what_it_left(reported):
         ("out of memory", None),
     ],
 )
-def test_the_requested_size_is_read_from_the_message(message, requested):
+def test_requested_size_is_parsed_from_the_error_message(message, requested):
     assert requested_bytes(RuntimeError(message)) == requested
 
 
 @pytest.mark.parametrize("error", [ValueError("can't allocate memory"), RuntimeError("shape mismatch"), KeyError()])
-def test_other_errors_are_none_of_memory(error):
+def test_other_errors_are_not_out_of_memory(error):
     assert not is_out_of_memory(error)
 
 
@@ -133,8 +133,8 @@ def test_other_errors_are_none_of_memory(error):
     ],
     ids=["version 2", "version 1"],
 )
-def test_a_container_counts_what_it_cannot_drop(tmp_path, line, folder, files):
-    """Pages of files can be dropped, so they are no reason to end a process."""
+def test_container_memory_excludes_pages_of_files(tmp_path, line, folder, files):
+    """The kernel can drop pages of files, so they do not cause it to kill a process."""
     (tmp_path / folder).mkdir(parents=True)
     for name, content in files.items():
         (tmp_path / folder / name).write_text(content)
@@ -144,7 +144,7 @@ def test_a_container_counts_what_it_cannot_drop(tmp_path, line, folder, files):
     assert not limit.raises
 
 
-def test_a_nearly_full_container_is_reported_once(reported):
+def test_nearly_full_container_is_reported_once(reported):
     """The page is written while there is memory for it, and the run continues."""
     assert reported["near"]["notes"] == []
     assert reported["near"]["state"].used_bytes == 99

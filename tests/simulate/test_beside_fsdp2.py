@@ -65,17 +65,17 @@ def collectives(system: str) -> list[Collective]:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_counts_are_the_same_each_time(system):
+def test_operation_counts_are_deterministic(system):
     assert sharded_step(system, TASK, WORLD).counts(plain()) == step_of(system).counts(plain())
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_there_is_no_race(system):
+def test_step_has_no_races(system):
     assert step_of(system).races == 0
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_each_unit_is_gathered_twice_and_the_root_once(system):
+def test_each_unit_is_all_gathered_twice_and_the_root_once(system):
     gathered = {
         (collective.origin.unit, collective.origin.phase)
         for collective in collectives(system)
@@ -84,16 +84,16 @@ def test_each_unit_is_gathered_twice_and_the_root_once(system):
     assert len(gathered) == 2 * LAYERS + 1
 
 
-def test_we_copy_less_than_a_tenth_of_the_bytes_of_fsdp2():
+def test_copied_bytes_are_below_a_tenth_of_fsdp2():
     fully_sharded, peer = (step_of(system).counts(plain()) for system in SYSTEMS)
     assert 0 <= fully_sharded.copied_bytes <= 0.1 * peer.copied_bytes
-    assert fully_sharded.sent_bytes == pytest.approx(peer.sent_bytes, rel=0.01)  # small ones begin on aligned addresses
+    assert fully_sharded.sent_bytes == pytest.approx(peer.sent_bytes, rel=0.01)  # small ones start at aligned addresses
     assert fully_sharded.host_operations <= peer.host_operations
     assert fully_sharded.peak_bytes <= 1.02 * peer.peak_bytes
 
 
-def test_what_fsdp2_copies_is_what_its_source_states():
-    """Per block: a cast into one buffer, a copy into the message, a copy out, and a copy of the gradients."""
+def test_fsdp2_copied_bytes_match_its_source_code():
+    """Per block: a cast into one buffer, a copy into the all-gather input, a copy out, and a copy of the gradients."""
     shards = 2 * BLOCK // WORLD  # bytes in bf16
     chunk_cat = "chunk_cat_mixed_dtype" if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype") else "chunk_cat"
     of_block = {
@@ -112,21 +112,21 @@ def test_what_fsdp2_copies_is_what_its_source_states():
     assert beyond == LAYERS * 2 * (shards + WORLD * shards) + root // WORLD + root
 
 
-def test_only_small_parameters_are_copied_without_need():
+def test_only_small_parameters_are_copied():
     fully_sharded = step_of(FULLSHARD).counts(plain()).copied_bytes
     small = 2 * (4 * WIDTH + 3 * WIDTH)
     assert fully_sharded == 2 * LAYERS * small
 
 
 @pytest.mark.slow
-def test_more_ranks_cost_no_more_operations():
+def test_operation_count_is_independent_of_world_size():
     for system in SYSTEMS:
         few, many = (step_of(system, world).counts(plain()) for world in (WORLD, 512))
         assert (few.launches, few.collectives) == (many.launches, many.collectives)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_times_add_up(system):
+def test_busy_exposed_and_starved_times_add_up(system):
     timeline = step_of(system).timeline()
     assert timeline.busy_s("compute") > 0
     assert timeline.exposed_s("compute") > 0
@@ -135,7 +135,7 @@ def test_times_add_up(system):
     assert timeline.end >= timeline.end_of("compute")
 
 
-def test_streams_are_given_to_fsdp2_for_the_duration_only():
+def test_fsdp2_stream_patches_are_removed_afterwards():
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as peer
 
     def patched() -> list[object]:
@@ -153,12 +153,12 @@ def test_streams_are_given_to_fsdp2_for_the_duration_only():
     assert patched() == before
 
 
-def test_without_a_tape_there_are_no_streams_to_give():
+def test_fsdp2_on_dry_streams_raises_without_a_tape():
     with pytest.raises(StateError, match=r"dry\.taped"), fsdp2_on_dry_streams():
         pass
 
 
-def test_a_cast_model_has_its_ties():
+def test_cast_preserves_tied_weights_and_requires_grad():
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     model[1].weight = model[0].weight
     model[0].bias.requires_grad_(False)

@@ -1,5 +1,5 @@
-"""`fullshard calibrate`: a description of this machine that loads, and what it says of a tape's time. Nothing here
-depends on how fast the machine is, or on what else it does.
+"""`fullshard calibrate`: the description of this machine loads, and predicts the time of a tape. No test here
+depends on the speed of the machine or on its load.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def empty_config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.mark.slow
-def test_what_is_written_is_what_is_read(stated, empty_config_folder):
+def test_written_description_is_read_back_equal(stated, empty_config_folder):
     write_description(stated, here_path())
     assert here_path() == empty_config_folder / "fullshard" / "here.toml"
     assert hardware("here") == hardware(str(here_path())) == described(stated)
 
 
-def test_a_description_states_what_a_machine_has(stated, here):
+def test_description_contains_plausible_measurements(stated, here):
     assert here.kind == "cpu" and here.name == "here" and here.ranks_per_host >= 1
     assert 1e8 < here.flops_per_s["float32"] < 1e14
     assert 1e8 < here.memory_bytes_per_s < 1e13
@@ -73,7 +73,7 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def test_with_little_time_fewer_sizes_are_measured(stated):
+def test_short_calibration_measures_fewer_sizes(stated):
     assert len(stated["measured"]["dims"]) < 5
 
 
@@ -88,13 +88,13 @@ def test_with_little_time_fewer_sizes_are_measured(stated):
         (["--secs", "1"], "Did you mean seconds"),
     ],
 )
-def test_bad_input_is_reported_in_one_line(argv, words, empty_config_folder, capsys):
+def test_invalid_calibrate_arguments_print_a_one_line_error(argv, words, empty_config_folder, capsys):
     assert main(["calibrate", *argv]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 
 
-def test_the_command_writes_a_description_and_shows_it(stated, empty_config_folder, monkeypatch, capsys):
+def test_calibrate_command_writes_and_prints_a_description(stated, empty_config_folder, monkeypatch, capsys):
     monkeypatch.setattr("fullshard.cli.calibrate.calibrate", lambda *_, **__: stated)
     assert main(["calibrate"]) == 0
     shown = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_the_command_writes_a_description_and_shows_it(stated, empty_config_fold
     assert hardware("here").title == stated["title"]
 
 
-def test_help_explains_the_options(capsys):
+def test_calibrate_help_lists_the_options(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["calibrate", "--help"])
     assert ended.value.code == 0
@@ -112,7 +112,7 @@ def test_help_explains_the_options(capsys):
 # -- seconds of a tape ------------------------------------------------------------------------------------------------
 
 
-def test_measured_rates_are_reported_exactly_and_others_are_interpolated():
+def test_measured_matmul_rates_are_exact_and_others_interpolated():
     dims = (16, 64, 256)
     seconds = [[[2 * m * k * n / (1e9 + 1e6 * m + 1e5 * k + n) for n in dims] for k in dims] for m in dims]
     for sizes in itertools.product(dims, repeat=3):
@@ -124,8 +124,8 @@ def test_measured_rates_are_reported_exactly_and_others_are_interpolated():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sizes_and_dtype_of_a_product_follow_from_its_bytes(here, dtype):
-    """A tape has no shapes: the rate that is taken is that of the product that was."""
+def test_matmul_sizes_and_dtype_are_inferred_from_its_bytes(here, dtype):
+    """A tape has no shapes. The inferred sizes and dtype select the rate of the actual product."""
     tables = {}
     for name, fast in (("float32", 1e9), ("bfloat16", 3e9)):
         tables[name] = [[[2 * m * k * n / (fast + 1e6 * k) for n in (16, 64)] for k in (16, 64)] for m in (16, 64)]
@@ -137,7 +137,7 @@ def test_sizes_and_dtype_of_a_product_follow_from_its_bytes(here, dtype):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 64), (64, 16)])
-def test_a_product_is_not_taken_for_that_of_its_transposes(here, rows, columns):
+def test_matmul_is_not_confused_with_its_transpose(here, rows, columns):
     table = [[[1.0 + m / n for n in (16, 64)] for _ in (16, 64)] for m in (16, 64)]
     speeds = {**here.measured, "products": {"float32": table}, "dims": [16, 64]}
     time = CoreTime(described({**vars_of(here), "measured": speeds}), ranks=1, dtype="float32")
@@ -152,7 +152,7 @@ def vars_of(machine: Hardware) -> dict[str, Any]:
     return {**vars(machine), **parts}
 
 
-def test_the_cache_has_what_was_used_last():
+def test_cache_model_keeps_the_most_recently_used_data():
     cache = _Cache(10 * MIB)
     one, other, large = (Access(number, 0, size * MIB) for number, size in enumerate((4, 4, 8)))
     assert cache.miss(one) == 4 * MIB and cache.miss(one) == 0
@@ -162,7 +162,7 @@ def test_the_cache_has_what_was_used_last():
 
 
 @pytest.mark.parametrize("threshold", [None, "65536"])
-def test_pages_cost_time_where_the_allocator_has_them_new(here, monkeypatch, threshold):
+def test_page_faults_cost_time_only_for_newly_mapped_memory(here, monkeypatch, threshold):
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
     if threshold is not None:
         monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", threshold)
@@ -174,15 +174,15 @@ def test_pages_cost_time_where_the_allocator_has_them_new(here, monkeypatch, thr
     assert time.spent["pages"] == pytest.approx(new * here.measured["page_s"], rel=0.01)
 
 
-def test_a_dtype_that_was_not_measured_is_refused(here):
+def test_costs_of_unmeasured_dtype_raise(here):
     with pytest.raises(
         ConfigError, match=r"has no rate for matrix products in float64, .* Known dtypes: float32, bfloat16"
     ):
         costs_of(here, dtype="float64")
 
 
-def test_writes_to_new_pages_read_no_memory(here):
-    """The system has just cleared it. The second time it is like any other."""
+def test_first_write_to_new_pages_reads_no_memory(here):
+    """The system has just cleared the pages. The second write is like any other."""
     time, origin = CoreTime(here, ranks=1, dtype="float32"), dry.Tape().origin
     large = MIB + here.measured["cache_bytes"]
     for number in (0, 1):
@@ -203,11 +203,11 @@ def seconds_of(layers: int, here: Hardware, ranks: int) -> float:
     return step_seconds(tape.entries, here, ranks=ranks, dtype="float32")
 
 
-def test_more_work_takes_longer(here):
+def test_more_layers_take_longer(here):
     assert seconds_of(4, here, 2) > seconds_of(2, here, 2) > 0
 
 
-def test_ranks_that_share_cores_take_turns(here):
+def test_step_time_scales_with_ranks_per_core(here):
     tape = dry.run(lambda: chain(2), lambda: torch.randn(4, 64), world=4, streams="cpu")
     about: dict[str, Any] = {"ranks": 4, "dtype": "float32"}
     alone = sum(core_seconds(tape.entries, here, **about).values())
@@ -216,14 +216,14 @@ def test_ranks_that_share_cores_take_turns(here):
         assert taken == pytest.approx(turns * alone)
 
 
-def test_laid_out_in_time_a_tape_takes_what_its_core_is_busy_for(here):
+def test_timeline_end_matches_the_busy_time_of_shared_cores(here):
     tape = dry.run(lambda: chain(2), lambda: torch.randn(4, 64), world=4, streams="cpu")
     parts = core_seconds(tape.entries, here, ranks=4, dtype="float32")
     costs = costs_of(here.with_hosts_of(2), dtype="float32", ranks=4)
     assert lay_out(tape.entries, costs).end == pytest.approx(2 * sum(parts.values()))
 
 
-def test_operations_that_were_not_measured_cost_their_bytes(here):
+def test_unmeasured_operations_are_costed_by_their_bytes(here):
     time = CoreTime(here, ranks=1, dtype="float32")
     origin = Origin("", Phase.FORWARD)
     nbytes = (Access(0, 0, MIB),)
@@ -236,7 +236,7 @@ def test_operations_that_were_not_measured_cost_their_bytes(here):
     assert unknown == known > 0
 
 
-def test_links_follow_from_the_smallest_and_the_largest_gather():
+def test_link_is_derived_from_smallest_and_largest_all_gather():
     sizes = [{"nbytes": 1024, "gather_s": 17e-6}, {"nbytes": 4e8, "gather_s": 1e-3 + 17e-6}]
     link = calibration._link(sizes, ranks=4, base_s=8e-6)
     assert link["step_s"] == pytest.approx(3e-6) and link["bytes_per_s"] == pytest.approx(3e11)
@@ -245,14 +245,14 @@ def test_links_follow_from_the_smallest_and_the_largest_gather():
 # -- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_rate_of_large_products_is_the_median_of_their_own():
+def test_large_matmul_rate_is_the_median_over_large_sizes():
     rates = [(8192, 5.0), (4096, 3.0), (4096, 4.0), (64, 1.0)]
     assert large_rate([{"rows": n, "inner": n, "columns": n, "flops_per_s": rate} for n, rate in rates]) == 4.0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_is_described():
+def test_gpu_calibration_is_plausible():
     found = described(calibrate("cuda"))
     assert found.kind == "gpu"
     assert 0.2 < found.fitted.matmul_share < 1 and 0.4 < found.fitted.memory_share <= 1

@@ -31,7 +31,7 @@ def explain_run(strategy: str, steps: int) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_every_parameter_is_named_with_shape_dtypes_and_placement(strategy):
+def test_explain_lists_shape_dtypes_and_placement_of_parameters(strategy):
     text, ledger = run_ranks(3, explain_run, strategy, 0)[1]
     for name in ("norm.weight", "up.weight", "down.bias"):
         assert len(re.findall(rf"^    {re.escape(name)} \(", text, re.MULTILINE)) == 4
@@ -45,15 +45,15 @@ def test_every_parameter_is_named_with_shape_dtypes_and_placement(strategy):
         assert in_bytes(nbytes) in text
 
 
-def test_the_order_is_the_recorded_one():
+def test_explain_lists_units_in_execution_order():
     text, _ = run_ranks(2, explain_run, "zero3", 2)[0]
     assert "order of forward: the root > layers.0 > layers.1 > layers.2 > layers.3" in text
     assert "order of backward: the root > layers.3 > layers.2 > layers.1 > layers.0" in text
 
 
 @on_ranks(3)
-def test_padding_is_that_of_the_layout():
-    model = nn.Sequential(nn.Linear(48, 1001, bias=False))  # 334 rows a rank for 1001
+def test_explain_reports_the_padding_of_the_layout():
+    model = nn.Sequential(nn.Linear(48, 1001, bias=False))  # 334 rows per rank, for 1001 in total
     fully_shard(model)
     [param_group] = units_in(model)[0].param_groups
     share = 1 - 1001 * 48 / (3 * param_group.plan.layout.shard_numel)
@@ -61,7 +61,7 @@ def test_padding_is_that_of_the_layout():
     assert share > 0
 
 
-def test_a_model_without_units_is_refused():
+def test_explain_raises_for_model_without_units():
     with pytest.raises(ConfigError, match="Linear has no units"):
         explain(nn.Linear(2, 2))
 
@@ -73,8 +73,8 @@ def advice(width: int, layers: int) -> bool:
     return "units have less than 1 MB" in explain(fully_shard(model))
 
 
-def test_units_that_are_too_small_are_reported():
-    """A single small unit is not reported, nor is any on one rank."""
+def test_explain_reports_small_units():
+    """A single small unit is not reported. On one rank, no unit is reported."""
     cases = [((16, 3), True), ((16, 1), False), ((520, 3), False)]
     for case, reported in cases:
         assert run_ranks(2, advice, *case) == [reported, reported]
@@ -86,7 +86,7 @@ def offloaded(folder: str) -> str:
     return explain(chain(partial(fully_shard, offload_policy=policy)))
 
 
-def test_the_placement_of_activations_is_reported(tmp_path):
+def test_explain_reports_the_placement_of_activations(tmp_path):
     text = run_ranks(1, offloaded, str(tmp_path))[0]
     assert f"saved activations of 25% of all units are in {tmp_path} until backward\n" in text
     assert "of 50% of all units are in the host's memory, where the CPU computes, until backward\n" in text

@@ -1,4 +1,4 @@
-"""Fake tensors that are made quickly are those that torch would make."""
+"""Quickly created fake tensors equal the fake tensors that torch creates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from fullshard._fakes import QuickFakes
 
 
 def views(x: Tensor) -> Any:
-    """Views of every kind: of parts, of other shapes, and of what the schema calls no view."""
+    """Return views of every kind: slices, other shapes, and views that the schema does not declare as views."""
     parts = (*x.split(3), *x.unbind(1), *x.chunk(2, dim=1))
     same = x.detach(), torch.ops.aten.alias(x), x.view_as(x), torch.ops.aten._unsafe_view(x, [x.numel()])
     return *parts, *same, x.t(), x.reshape(-1), x[1:, 2], x[None].expand(2, -1, -1), x.as_strided((2, 2), (1, 3), 1)
@@ -28,7 +28,7 @@ def new(x: Tensor) -> Any:
 
 
 def written(x: Tensor) -> Any:
-    """Arguments themselves, and nothing."""
+    """Return results of in-place and `out` operations: the arguments themselves, or nothing."""
     y = x.clone()
     torch._foreach_add_([y, y], 1.0)
     return y.add_(1), y.zero_(), y.copy_(x), torch._foreach_mul([x, y], 2.0), torch.stack([y, y], out=x.new_empty(0))
@@ -55,7 +55,7 @@ def trained(x: Tensor) -> Any:
 
 
 def reported(result: Any, given: Tensor) -> list[Any]:
-    """Return all that is known of fake tensors, and which share memory."""
+    """Return all properties of fake tensors, and which of them share memory."""
     leaves = [tree_leaf for tree_leaf in tree_leaves(result) if isinstance(tree_leaf, Tensor)]
     storages = [given.untyped_storage()._cdata, *(leaf.untyped_storage()._cdata for leaf in leaves)]
     shared = [storages.index(storage) for storage in storages]
@@ -75,8 +75,8 @@ def reported(result: Any, given: Tensor) -> list[Any]:
 
 
 @pytest.mark.parametrize("run", [views, new, written, given_outs, trained])
-def test_quick_fakes_are_as_torch_makes_them(run: Callable[[Tensor], Any]) -> None:
-    """The first time, and again once they are known; for a like tensor, and for one of another layout."""
+def test_quick_fake_tensors_match_torch_fake_tensors(run: Callable[[Tensor], Any]) -> None:
+    """Compare the first call and a cached one, for an equal tensor and for one of another layout."""
     quick, slow = QuickFakes(), FakeTensorMode(allow_non_fake_inputs=True)
 
     def under(mode: FakeTensorMode, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool) -> list[Any]:

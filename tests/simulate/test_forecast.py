@@ -46,7 +46,7 @@ def causes(**measured: Any) -> str:
     return " ".join(compare(FORECAST, Measured(**measured)).causes).lower()
 
 
-def test_every_number_that_both_have_is_compared():
+def test_compare_includes_every_number_of_both_forecast_and_run():
     measured = Measured(step_s=1.05, needed_bytes=990, by_state={"activations": 500, "messages": 7}, gather_s=0.2)
     found = {row.name.strip(): round(row.difference, 3) for row in compare(FORECAST, measured).rows}
     assert found == {"memory": -0.01, "activations": 0.0, "step": 0.05, "gathers under way": 0.0}
@@ -54,7 +54,7 @@ def test_every_number_that_both_have_is_compared():
     assert not compare(replace(FORECAST, step_s=0.0), Measured(step_s=9.0)).rows  # no machine was described
 
 
-def test_times_of_nothing_are_not_reported():
+def test_parts_predicted_as_zero_have_no_relative_error():
     """Parts predicted as zero have no relative error. Large errors are reported as factors."""
     rows = [Row("gathers", "s", 2e-8, 0.05), Row("step", "s", 0.01, 0.07), Row("step", "s", 0.01, 0.5)]
     assert [row.difference_text for row in rows] == ["", "+600.0%", "50 times"]
@@ -62,7 +62,7 @@ def test_times_of_nothing_are_not_reported():
     assert "instead of 0.0 ms" in cause and not re.search(r"\d{5}", cause)
 
 
-def test_a_difference_is_explained_by_what_took_the_time():
+def test_compare_names_the_cause_of_a_difference():
     assert "input" in causes(step_s=1.5, input_s=0.45)
     assert "slower link" in causes(step_s=1.5, gather_s=0.65, reduce_s=0.1, input_s=0.01)
     assert "reductions" in causes(step_s=1.5, gather_s=0.2, reduce_s=0.55)
@@ -73,7 +73,7 @@ def test_a_difference_is_explained_by_what_took_the_time():
     assert causes(step_s=1.09, needed_bytes=1090, input_s=0.09) == ""
 
 
-def test_models_that_are_too_large_are_reported_with_a_suggestion():
+def test_too_large_model_warns_with_a_suggestion():
     stated: list[str] = []
     warn_if_too_large(FORECAST, stated.append)
     warn_if_too_large(replace(FORECAST, limit_bytes=999, would_fit=("--strategy zero3",)), stated.append)
@@ -90,7 +90,7 @@ def machine(memory_bytes: int) -> Machine:
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_fit_gets_a_suggestion():
+def test_forecast_of_a_run_that_does_not_fit_has_a_suggestion():
     size = "--width", "128", "--layers", "4"
     sharded = forecast_run(settings_of(*size), machine(1 << 40)).needed_bytes
     found = forecast_run(settings_of(*size, "--strategy", "ddp"), machine(sharded))
@@ -106,7 +106,7 @@ def of_script() -> None: ...
 
 
 @pytest.mark.slow
-def test_the_background_process_reports_why_it_has_no_result():
+def test_failed_background_forecast_raises_its_reason():
     with pytest.raises(ConfigError, match=r"nothing could be predicted: .*a planted error"):
         Forecasting(break_off).result()
     function = of_script
@@ -152,7 +152,7 @@ def both(out: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_run_shows_what_was_predicted_next_to_what_was_measured(tmp_path, capsys):
+def test_run_records_predictions_alongside_measurements(tmp_path, capsys):
     first, second = run_ranks(2, both, tmp_path / "run")
     assert second == [0] and first[0] == 0 and first[1].startswith("predicted and measured")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -176,7 +176,7 @@ class Checkpointed(Layer):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def test_a_prediction_counts_the_model_s_own_work():
+def test_predicted_flops_exclude_recomputation():
     def prediction(layer: type[Layer], machine: Any = None) -> Any:
         def make() -> nn.Module:
             return chain(fully_shard, Chain([layer() for _ in range(3)]))
@@ -192,7 +192,7 @@ def test_a_prediction_counts_the_model_s_own_work():
         read_off(dry.Tape(), hardware("h100-80"), 1)
 
 
-def test_reports_are_printed_in_full(capsys):
+def test_names_in_brackets_are_printed_verbatim(capsys):
     """Names in brackets, such as tables of a description, are not markup."""
     background._print("ours.toml: [link] colour: unknown")
     assert capsys.readouterr().out == "ours.toml: [link] colour: unknown\n"

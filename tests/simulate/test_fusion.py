@@ -48,7 +48,7 @@ def step_of(names: list[str], strategy: str = "zero3") -> list[object]:
     st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=7).map(lambda names: ["linear", *names]),
     st.sampled_from(("zero1", "zero3")),
 )
-def test_fusing_changes_no_product_collective_or_allocation(names, strategy):
+def test_fusion_preserves_matmuls_collectives_and_allocations(names, strategy):
     entries = step_of(names, strategy)
     found = list(fused(entries))
     for kind in (Allocation, Free, Collective):
@@ -71,7 +71,7 @@ def test_fusing_changes_no_product_collective_or_allocation(names, strategy):
             assert not local & {entry.storage for entry in entries if isinstance(entry, Allocation)} - alive
 
 
-def test_a_chain_is_one_kernel_that_reads_its_inputs_and_writes_its_result():
+def test_pointwise_chain_is_fused_into_one_kernel():
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -93,7 +93,7 @@ def test_a_chain_is_one_kernel_that_reads_its_inputs_and_writes_its_result():
     assert sum(item.nbytes for item in kernel.writes) == nbytes
 
 
-def test_products_of_float8_are_timed_with_the_rate_of_their_operands():
+def test_float8_matmuls_use_the_float8_rate():
     torchao = pytest.importorskip("torchao.float8")
 
     def make() -> nn.Module:

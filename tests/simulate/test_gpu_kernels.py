@@ -1,4 +1,4 @@
-"""The tape of a GPU has the kernels that CUDA has, though the tensors of a dry run are a CPU's."""
+"""The tape of a GPU contains the kernels of CUDA, although a dry run uses CPU tensors."""
 
 import warnings
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def attended(**options: Any) -> Tensor:
 
 def under_autocast() -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a torch without CUDA says that it switches this off
+        warnings.simplefilter("ignore")  # torch without CUDA warns that it disables this
         autocast = torch.autocast("cuda", torch.bfloat16)
     with autocast:
         return F.layer_norm(F.linear(heads(dtype=torch.float32), torch.empty(32, 32, requires_grad=True)), (32,))
@@ -67,17 +67,17 @@ FUSED: dict[str, tuple[Callable[[], Tensor], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", FUSED)
-def test_what_cuda_fuses_is_one_operation_and_afterwards_torch_is_as_it_was(case):
+def test_cuda_fused_kernel_is_one_operation_without_side_effects(case):
     call, expected = FUSED[case]
     assert names(call) == expected
     of_cpu = names(call, streams="cpu")
     assert of_cpu != expected
     assert names(call, streams="cpu") == of_cpu
-    with torch.autocast("cpu", torch.bfloat16):  # which CPUs leave as it is
+    with torch.autocast("cpu", torch.bfloat16):  # autocast on CPUs leaves the dtype unchanged
         assert F.layer_norm(torch.ones(2, 8, dtype=torch.bfloat16), (8,)).dtype == torch.bfloat16
 
 
-def test_attention_with_dropout_has_the_shapes_and_flops_of_attention_without():
+def test_attention_flops_and_output_bytes_are_independent_of_dropout():
     (one, *_), (other, *_) = (tape_of(partial(attended, is_causal=True, dropout_p=p)) for p in (0.1, 0.0))
     assert (one.flops, one.skipped_flops, one.writes[0].nbytes) == (
         other.flops,
@@ -87,14 +87,14 @@ def test_attention_with_dropout_has_the_shapes_and_flops_of_attention_without():
     assert "efficient" in one.name and "flash" in other.name
 
 
-def test_a_dropout_mask_is_a_byte_an_element():
+def test_dropout_mask_has_one_byte_per_element():
     (dropout,) = tape_of(lambda: F.dropout(heads(), 0.1))
     numel = heads().numel()
     assert sorted(write.nbytes for write in dropout.writes) == [numel, 2 * numel]
     assert not tape_of(lambda: F.dropout(heads(), 0.1, training=False))
 
 
-def test_optimizers_are_foreach_and_their_counts_of_steps_are_the_hosts():
+def test_optimizers_use_foreach_with_step_counters_on_the_host():
     def step() -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         optimizer = torch.optim.AdamW(model.parameters())
@@ -106,5 +106,5 @@ def test_optimizers_are_foreach_and_their_counts_of_steps_are_the_hosts():
     streams = [(operation.name.removeprefix("aten._"), operation.stream) for operation in tape.of(Operation)]
     assert ("foreach_add_", HOST) in streams and ("local_scalar_dense", HOST) in streams
     assert ("foreach_addcmul_", "compute") in streams and ("local_scalar_dense", "compute") not in streams
-    assert not list(tape.of(Waited))  # as a number in the memory of the GPU would have it
+    assert not list(tape.of(Waited))  # a step counter in GPU memory would cause a wait
     assert "aten._foreach_addcmul_" not in [item.name for item in tape_of(step, streams="cpu")]

@@ -23,12 +23,12 @@ def written(path, text):
     return str(path)
 
 
-def test_the_usual_accelerators_are_known():
+def test_common_accelerators_are_known():
     assert set(GPUS) <= set(known_hardware())
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_what_ships_states_what_it_is_and_where_that_is_from(name):
+def test_shipped_description_has_title_and_sources(name):
     machine = hardware(name)
     assert (machine.name, machine.kind) == (name, "gpu")
     assert machine.title
@@ -39,7 +39,7 @@ def test_what_ships_states_what_it_is_and_where_that_is_from(name):
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_figures_are_in_an_order_that_machines_have(name):
+def test_shipped_figures_are_plausible(name):
     machine = hardware(name)
     assert 2e10 < machine.memory_bytes < 1e12
     assert machine.flops_per_s["float32"] <= machine.flops_per_s["bfloat16"] <= machine.flops_per_s["float16"]
@@ -61,7 +61,7 @@ def test_newer_accelerators_are_faster():
         assert newer.link.bytes_per_s > older.link.bytes_per_s
 
 
-def test_a_description_has_whatever_it_leaves_out_from_what_it_is_like(tmp_path):
+def test_description_inherits_missing_fields_from_like(tmp_path):
     own = hardware(
         written(
             tmp_path / "ours.toml", 'like = "h100-80"\nname = "ours"\nranks_per_host = 4\n[network]\nbytes_per_s = 25e9'
@@ -69,23 +69,23 @@ def test_a_description_has_whatever_it_leaves_out_from_what_it_is_like(tmp_path)
     )
     base = hardware("h100-80")
     assert (own.name, own.ranks_per_host, own.network.bytes_per_s) == ("ours", 4, 25e9)
-    assert own.network.step_s == base.network.step_s  # of a table, too
+    assert own.network.step_s == base.network.step_s  # also within a table
     assert (own.link, own.fitted, own.attention) == (base.link, base.fitted, base.attention)
 
 
-def test_what_is_like_a_file_reads_that_file(tmp_path):
+def test_like_accepts_a_description_file(tmp_path):
     first = written(tmp_path / "first.toml", 'like = "a100-80"\nname = "first"\nhost_memory_bytes = 1e12')
     second = hardware(written(tmp_path / "second.toml", f'like = "{first}"\nname = "second"'))
     assert (second.name, second.host_memory_bytes) == ("second", 1e12)
 
 
-def test_hosts_of_another_size_are_otherwise_the_same():
+def test_with_hosts_of_changes_only_ranks_per_host():
     machine = hardware("h100-80").with_hosts_of(4)
     assert isinstance(machine, Hardware)
     assert (machine.ranks_per_host, machine.link) == (4, hardware("h100-80").link)
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_unknown_hardware_name_raises_with_the_known_names():
     with pytest.raises(ConfigError, match=r"h100: is neither known hardware.*a100-80.*h100-80.*`here`.*TOML file"):
         hardware("h100")
 
@@ -98,17 +98,17 @@ def test_an_unknown_name_lists_the_known_ones():
         ('like = "h100-80"\n[link]\nspeed = 1', r"speed.*docs/plan.md"),
         ('like = "h100-81"', r"h100-81: is neither known hardware"),
         ("like = ", r"not valid TOML"),
-        ('like = "h100-80"\n[title]\ntext = 1', r"title = .*must be text"),  # a table in place of a value
+        ('like = "h100-80"\n[title]\ntext = 1', r"title = .*must be text"),  # a table instead of a value
         (f'like = "h100-80"\nmultiprocessors = 0x{"f" * 5000}', r"not valid TOML"),
         (f'like = "{"h" * 300}.toml"', r"is neither known hardware nor a file"),
     ],
 )
-def test_a_wrong_description_is_reported_with_its_remedy(tmp_path, text, reported):
+def test_invalid_description_raises_with_a_remedy(tmp_path, text, reported):
     with pytest.raises(ConfigError, match=reported):
         hardware(written(tmp_path / "ours.toml", text))
 
 
-def test_a_description_cannot_be_like_itself(tmp_path):
+def test_circular_like_raises(tmp_path):
     first, second = tmp_path / "first.toml", tmp_path / "second.toml"
     written(first, f'like = "{second}"')
     written(second, f'like = "{first}"')
@@ -161,7 +161,7 @@ def seconds_of(machine: Hardware) -> list[float]:
 @example({("", "multiprocessors"): 1.0})
 @example({("link", "bytes_per_s"): 1e-300})
 @example({("", "memory_bytes"): math.nan})
-def test_a_description_gives_finite_times_or_names_the_number_and_its_range(figures):
+def test_any_figures_give_finite_times_or_raise_with_their_range(figures):
     try:
         machine = changed(figures)
     except ConfigError as error:
@@ -177,18 +177,18 @@ def test_a_description_gives_finite_times_or_names_the_number_and_its_range(figu
 
 
 @given(FIGURES, OTHERS)
-def test_what_is_no_number_is_refused(figure, value):
+def test_non_numeric_figure_raises(figure, value):
     with pytest.raises(ConfigError, match=r"must be a .* from"):
         changed({figure: value})
 
 
 @pytest.mark.parametrize("text", ["name = 1", "title = 2.0", 'sources = "a"\nname = []', "sources = [1]"])
-def test_names_and_sources_are_text(tmp_path, text):
+def test_non_text_names_and_sources_raise(tmp_path, text):
     with pytest.raises(ConfigError, match="must be text"):
         hardware(written(tmp_path / "ours.toml", f'like = "h100-80"\n{text}'))
 
 
-def test_rates_of_the_usual_dtypes_are_needed():
+def test_missing_rate_of_a_common_dtype_raises():
     stated = {field: getattr(hardware("h100-80"), field) for field in ("link", "network", "fitted")}
     whole = vars(hardware("h100-80")) | {name: vars(part) for name, part in stated.items()}
     whole |= {"attention": None, "flops_per_s": {"float32": 1e12}}

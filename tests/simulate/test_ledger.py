@@ -37,8 +37,8 @@ def two_ledgers(strategy: str) -> tuple[Ledger, Ledger]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, *(pytest.param(item, marks=pytest.mark.slow) for item in (1, 3))])
 @on_new_ranks("world")
-def test_measured_bytes_are_those_of_the_formula(world):
-    """State by state, on every rank, under every strategy."""
+def test_measured_ledger_matches_the_predicted_ledger(world):
+    """Compare each state, on every rank, under every strategy."""
     ledgers = [two_ledgers(strategy) for strategy in ONE_AXIS]
     for strategy, (measured, predicted) in zip(ONE_AXIS, ledgers, strict=True):
         assert measured == predicted, strategy
@@ -50,12 +50,12 @@ def another_strategy_predicted() -> bool:
     return predict_ledger(sharded, strategy="ddp") == predict_ledger(whole)
 
 
-def test_one_strategy_predicts_another():
+def test_ledger_of_another_strategy_is_predicted_exactly():
     """The formula for `ddp` is the same for a model sharded by any strategy."""
     assert all(run_ranks(2, another_strategy_predicted))
 
 
-def test_a_model_without_units_is_refused():
+def test_predict_ledger_raises_for_model_without_units():
     with pytest.raises(ConfigError, match="fully_shard"):
         predict_ledger(torch.nn.Linear(2, 2))
 
@@ -65,7 +65,7 @@ def parameters_of_all_ranks() -> int:
     return ledger.parameters * dist.get_world_size()
 
 
-def test_sharded_parameters_fall_as_one_over_the_ranks():
+def test_sharded_parameter_bytes_scale_inversely_with_world_size():
     """A rank holds 1/N of the parameters, plus padding."""
     alone = run_ranks(1, parameters_of_all_ranks)[0]
     for world in (2, 4):

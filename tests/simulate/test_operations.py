@@ -165,7 +165,7 @@ UNKNOWN: dict[str, Callable[[], Tensor]] = {
 
 
 def without_cost(operations: list[Operation]) -> set[str]:
-    """Names of operations that compute, have no FLOPs, and are not reported as unknown."""
+    """Return the names of compute operations that have no FLOPs and are not reported as unknown."""
     reported = unknown_seconds(lay_out(operations).placed)
     return {
         item.name for item in operations if COMPUTES.search(item.name) and not item.flops and item.name not in reported
@@ -187,7 +187,7 @@ def test_every_operation_of_an_architecture_has_a_cost(task, kind):
 
 @pytest.mark.parametrize("streams", ["gpu", "cpu"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_operation_of_a_layer_of_torch_has_a_cost(name, streams):
+def test_every_operation_of_a_torch_layer_has_a_cost(name, streams):
     operations = operations_of(LAYERS[name], streams=streams)
     assert operations
     assert without_cost(operations) == set()
@@ -199,7 +199,7 @@ def test_operations_without_a_formula_are_unknown(name):
     assert name in unknown_in(operations_of(UNKNOWN[name]))
 
 
-def test_names_of_other_libraries_are_unknown():
+def test_operations_of_other_libraries_are_unknown():
     assert is_unknown("a_library.an_operation") and not is_unknown("fullshard.an_operation")
 
 
@@ -210,8 +210,8 @@ def flops_by(step: Callable[[], Tensor], **how: Any) -> int:
     return sum(item.flops for item in operations_of(step, **how))
 
 
-def test_grouped_products_count_each_row_once():
-    """The FLOPs are those of a product of all rows with one matrix, in each direction."""
+def test_grouped_mm_flops_count_each_row_once():
+    """The FLOPs equal those of a product of all rows with one matrix, in forward and in backward."""
 
     def step() -> Tensor:
         weight = torch.ones(4, 16, 24, dtype=torch.bfloat16, requires_grad=True)
@@ -227,7 +227,7 @@ def test_grouped_products_count_each_row_once():
 @pytest.mark.parametrize("streams", ["gpu", "cpu"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("how", [{"num_layers": 2}, {"bidirectional": True, "batch_first": True, "bias": False}])
-def test_recurrent_layers_multiply_each_row_of_each_step_by_their_matrices(kind, how, streams):
+def test_recurrent_layer_flops_match_their_weight_matrices(kind, how, streams):
     numel = sum(param.numel() for param in kind(8, 16, **how).parameters() if param.ndim == 2)
     flops = flops_by(layer(lambda: kind(8, 16, **how), (5, 3, 8)), streams=streams)
     assert flops == pytest.approx(3 * 2 * 15 * numel, rel=0 if streams == "gpu" or kind is nn.LSTM else 0.4)
@@ -238,7 +238,7 @@ def test_recurrent_layers_multiply_each_row_of_each_step_by_their_matrices(kind,
     "how", [{"num_layers": 2, "dropout": 0.1}, {"bidirectional": True, "batch_first": True}, {"proj_size": 4}]
 )
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_recurrent_layers_are_one_operation_of_a_gpu_with_the_shapes_of_torch(kind, how):
+def test_recurrent_layer_on_gpu_is_one_operation_with_torch_shapes(kind, how):
     if "proj_size" in how and kind is not nn.LSTM:
         return
     shapes = []
@@ -259,7 +259,7 @@ def test_recurrent_layers_are_one_operation_of_a_gpu_with_the_shapes_of_torch(ki
     assert shapes[0] == shapes[1]
 
 
-def test_packed_sequences_run_dry():
+def test_dry_run_supports_packed_sequences():
     def step() -> Tensor:
         x = torch.ones(15, 8, requires_grad=True)
         packed = nn.utils.rnn.PackedSequence(x, torch.ones(5, dtype=torch.long))
@@ -269,7 +269,7 @@ def test_packed_sequences_run_dry():
     assert flops == 3 * 2 * 15 * 4 * 16 * (8 + 16)
 
 
-def test_an_lstm_of_a_cpu_keeps_the_workspace_of_onednn():
+def test_cpu_lstm_includes_the_onednn_workspace():
     """The workspace of real tensors is larger for small layers, whose steps are padded."""
     args = torch.ones(128, 8, 64), torch.ones(1024, 64), torch.ones(1024, 256), torch.ones(1024), torch.ones(1024)
     state = torch.ones(8, 256), torch.ones(8, 256), False, [], 2, 256, 1, True, False, False, True
@@ -284,13 +284,13 @@ def test_an_lstm_of_a_cpu_keeps_the_workspace_of_onednn():
     assert found == pytest.approx(workspace(), rel=0.05)
 
 
-def test_bilinear_layers_and_distances_are_products():
+def test_bilinear_layers_and_distances_have_matmul_flops():
     assert flops_by(layer(lambda: nn.Bilinear(8, 6, 5), (3, 8), (3, 6))) >= 3 * 2 * 3 * 8 * 6 * 5
     distances = torch.ones(32, 8), torch.ones(64, 8)
     assert flops_of(torch.ops.aten._euclidean_dist.default, distances, {}, None) == 2 * 32 * 64 * (8 + 2)
 
 
-def test_what_is_limited_by_memory_has_no_formula():
+def test_compute_bound_operations_have_a_formula():
     for name in ("mm", "addmm_", "_grouped_mm", "mv", "dot", "_cudnn_rnn", "convolution", "_trilinear"):
         assert has_formula(getattr(torch.ops.aten, name)), name
 
@@ -307,7 +307,7 @@ class Spectral(nn.Module):
         return torch.fft.fft(self.mix(x).float()).real
 
 
-def test_a_plan_lists_unknown_operations_with_their_shares():
+def test_plan_lists_unknown_operations_with_their_shares():
     with torch.device("meta"):
         model = Spectral()
     subject = Subject(name="fft", model=model, make_batch=lambda rows: torch.ones(rows, 64, 64), loss=own_loss)
@@ -321,7 +321,7 @@ def test_a_plan_lists_unknown_operations_with_their_shares():
     assert as_dict(plan)["recommended"]["unknown"]["aten._fft_c2c"] == share
 
 
-def test_a_prediction_has_the_seconds_of_unknown_operations():
+def test_prediction_contains_the_seconds_of_unknown_operations():
     found = predict(
         lambda: fully_shard(Spectral()), lambda: torch.ones(2, 64, 64), hardware=hardware("h100-80"), world=8
     )
@@ -331,11 +331,11 @@ def test_a_prediction_has_the_seconds_of_unknown_operations():
 
 
 @pytest.mark.parametrize("name", ["addmm_", "addmv_", "addbmm_", "baddbmm_"])
-def test_a_product_in_place_has_the_formula_of_the_product(name: str) -> None:
+def test_in_place_matmuls_have_a_formula(name: str) -> None:
     assert has_formula(getattr(torch.ops.aten, name))
 
 
-def test_a_formula_that_is_registered_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formula_registered_later_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     packet = torch.ops.aten._linalg_svd
     assert is_unknown("aten._linalg_svd")
     monkeypatch.setitem(flop_registry, packet, lambda *args, **kwargs: 7)

@@ -85,10 +85,11 @@ def wide_gpt(layers: int = 6, seq: int = 256) -> Subject:
         pytest.param("hpz", "every-1", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_short_model_predicts_the_whole_one(strategy, kept, accumulates):
-    """Memory by state, and time, with rows and microbatches that were never run.
+def test_shortened_model_predicts_memory_and_time_of_the_full_model(strategy, kept, accumulates):
+    """Compare memory by state, and time, with rows and microbatches that were never run.
 
-    Times bend where host and accelerator are about equally fast: with one row `ddp` is predicted 1.5 % too short.
+    Times are nonlinear where host and accelerator are about equally fast. With one row, the time predicted for `ddp`
+    is 1.5 % too short.
     """
     cluster = TWO_HOSTS if strategy in ("hsdp", "hpz") else H100
     program = Program(strategy=strategy, checkpointing=kept, accumulates=accumulates)
@@ -105,7 +106,7 @@ def test_a_short_model_predicts_the_whole_one(strategy, kept, accumulates):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "kept"), [("zero3", "none"), ("ddp", "every-2")])
-def test_a_short_model_stepped_by_the_cpu_predicts_the_whole_one(strategy, kept):
+def test_shortened_model_with_cpu_steps_predicts_the_full_model(strategy, kept):
     program = Program(strategy=strategy, checkpointing=kept, accumulates=True, cpu=1.0)
     short, whole = (sketch(wide_gpt(9), H100, program, shortens=shortens).figures(2, 5) for shortens in (True, False))
     for name in ("peak_bytes", "host_bytes", "step_s"):
@@ -114,10 +115,10 @@ def test_a_short_model_stepped_by_the_cpu_predicts_the_whole_one(strategy, kept)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "kept"), [("zero3", "none"), ("zero3", "every-2"), ("ddp", "every-1")])
-def test_a_short_model_predicts_the_peak_and_the_allocator_of_the_whole_one_with_many_rows(strategy, kept):
-    """Where the peak is depends on rows: with few rows in parameters or gradients, with many in activations.
+def test_shortened_model_predicts_peak_and_reserved_bytes_for_any_rows(strategy, kept):
+    """The rows determine where the peak is: in parameters or gradients with few rows, in activations with many.
 
-    The first step, before the order of units is known, is taken with one row. So it is compared with one row only. The
+    The first step runs with one row, before the order of units is known. So it is compared with one row only. The
     peak can be in the second block, which a model of three blocks does not distinguish from the one before the last.
     """
     subject, program = wide_gpt(12), Program(strategy=strategy, checkpointing=kept)
@@ -147,8 +148,8 @@ class BatchFirst(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "batch first"])
-def test_steps_of_few_rows_predict_steps_of_more(name):
-    """Memory, and time of the same steps taken with 5 rows."""
+def test_steps_with_few_rows_predict_steps_with_more_rows(name):
+    """Compare memory and time with the same steps run with 5 rows."""
     subject = gpt(layers=3, seq=1024)
     if name == "batch first":
         with torch.device("meta"):
@@ -168,7 +169,7 @@ def test_steps_of_few_rows_predict_steps_of_more(name):
     assert reported.step_s == pytest.approx(taken.step_s, rel=0.01)
 
 
-def test_lists_of_like_blocks_are_found_and_put_back():
+def test_block_lists_are_found_shortened_and_restored():
     model = nn.ModuleDict({"first": nn.Sequential(*[nn.Linear(3, 3) for _ in range(7)]), "few": nn.ModuleList()})
     model["other"] = nn.Sequential(nn.Linear(3, 4), *[nn.Linear(4, 4) for _ in range(7)])
     model["switched"] = nn.ModuleList(nn.Dropout() for _ in range(7))
@@ -181,7 +182,7 @@ def test_lists_of_like_blocks_are_found_and_put_back():
 
 
 @pytest.mark.slow
-def test_no_program_takes_less_than_its_states():
+def test_states_bytes_are_a_lower_bound_of_peak_memory():
     summed = [Program(strategy=item, accumulates=True, syncs_each=True) for item in ("zero1", "zero2")]
     for program in (Program(strategy="zero3"), Program(strategy="zero1", accumulates=True), *summed):
         for subject in (gpt(), gpt(layers=48, seq=1)):
@@ -203,9 +204,9 @@ def plan() -> Any:
 
 
 @pytest.mark.slow
-def test_the_recommended_plan_fits_and_is_the_fastest_that_does(plan):
+def test_recommended_plan_is_the_fastest_that_fits(plan):
     safe = TWO_HOSTS.safe_bytes
-    assert len(one_block(plan)) == 6  # of each strategy one without accumulation, and two with
+    assert len(one_block(plan)) == 6  # per strategy, one without accumulation and two with it
     assert plan.best is not None and plan.best.figures.needed_bytes <= safe
     shapes = [(made.sketch, *shape) for made in plan.found for shape in plan.question.shapes_of(made.sketch.program)]
     every = [made.figures(rows, count) for made, rows, count in shapes]
@@ -223,8 +224,8 @@ def fail_like_autograd_in_a_fork(*args: Any) -> None:
 
 
 @pytest.mark.slow
-def test_where_forks_cannot_run_backward_the_plan_is_the_same(plan, monkeypatch):
-    """A process that has run backward, as with a GPU."""
+def test_plan_is_identical_if_forks_cannot_run_backward(plan, monkeypatch):
+    """A process that has already run backward, as with a GPU, cannot run it in forks."""
     for in_fork in (planner_workers._run_backward, planner_workers._sketched):
         monkeypatch.setattr(planner_workers, in_fork.__name__, fail_like_autograd_in_a_fork)
     other = search(requested())
@@ -235,10 +236,10 @@ def test_where_forks_cannot_run_backward_the_plan_is_the_same(plan, monkeypatch)
 
 
 @pytest.mark.slow
-def test_what_is_foreseen_is_not_simulated_again(plan):
+def test_simulations_started_ahead_are_reused(plan):
     with Workers(plan.question) as workers:
         predict_load(plan, workers)
-        assert len(workers._ahead) == (workers.at_once > 1)  # none where forks cannot run backward
+        assert len(workers._ahead) == (workers.at_once > 1)  # none if forks cannot run backward
         for question, program, future in workers._ahead:
             assert question.cluster.hosts == 4 and program == plan.best.sketch.program
             assert workers(question, program) is future
@@ -248,7 +249,7 @@ def test_what_is_foreseen_is_not_simulated_again(plan):
         assert what_ifs(plan, workers) == foreseen
 
 
-def test_what_ifs_are_about_the_recommended_program(plan):
+def test_what_ifs_vary_the_recommended_program(plan):
     best = plan.best.figures
     with Workers(plan.question) as workers:
         of_network, of_twice = what_ifs(plan, workers)
@@ -258,7 +259,7 @@ def test_what_ifs_are_about_the_recommended_program(plan):
 
 
 @pytest.mark.slow
-def test_one_rank_has_no_link():
+def test_what_ifs_of_one_rank_omit_the_network():
     question = requested(cluster=replace(H100, per_host=1), global_batch=4, strategies=("ddp",))
     with Workers(question) as workers:
         changes = what_ifs(search(question, workers), workers)
@@ -266,7 +267,7 @@ def test_one_rank_has_no_link():
 
 
 @pytest.mark.slow
-def test_twice_the_hosts_are_reported_if_they_cannot_share_the_batch():
+def test_what_ifs_report_that_twice_the_hosts_cannot_share_the_batch():
     question = requested(global_batch=16, strategies=("zero3",))
     with Workers(question) as workers:
         of_network, of_twice = what_ifs(search(question, workers), workers)
@@ -275,8 +276,8 @@ def test_twice_the_hosts_are_reported_if_they_cannot_share_the_batch():
 
 
 @pytest.mark.slow
-def test_without_gradients_to_keep_zero1_and_zero2_are_identical():
-    """Only one of them is simulated."""
+def test_zero1_and_zero2_are_identical_without_kept_gradients():
+    """The planner simulates only one of them."""
     for accumulates in (False, True):
         one, two = (
             sketch(gpt(), H100, Program(strategy=item, accumulates=accumulates, syncs_each=accumulates))
@@ -297,7 +298,7 @@ def test_without_gradients_to_keep_zero1_and_zero2_are_identical():
 
 
 @pytest.mark.slow
-def test_more_memory_is_never_slower():
+def test_more_memory_never_reduces_the_largest_microbatch():
     """Less memory is never faster: programs that fit into less memory also fit into more."""
     made = sketch(wide_gpt(), TWO_HOSTS, Program(strategy="zero3"))
     needed = [made.needed_bytes(rows) for rows in (1, 2, 4, 8)]
@@ -310,14 +311,14 @@ def test_more_memory_is_never_slower():
 
 
 def with_usable(made: Sketch, nbytes: float) -> Sketch:
-    """Return a sketch on machines of which this much memory is usable."""
+    """Return a sketch on machines with this much usable memory."""
     other = made.on(replace(made.cluster.hardware, memory_bytes=nbytes))
     other.cluster = replace(other.cluster, share=1.0)
     return other
 
 
 @pytest.mark.slow
-def test_a_slower_network_is_never_faster(plan):
+def test_slower_network_never_speeds_up_a_step(plan):
     machine = TWO_HOSTS.hardware
     slower = replace(machine, network=replace(machine.network, bytes_per_s=machine.network.bytes_per_s / 50))
     for found in plan.found:
@@ -329,21 +330,21 @@ def test_a_slower_network_is_never_faster(plan):
 
 
 @pytest.mark.slow
-def test_what_may_be_the_fastest_is_found_without_simulating_all(plan):
+def test_pruned_search_finds_a_plan_close_to_the_fastest(plan):
     found = search(requested(exhaustive=False))
     assert found.best.figures.step_s <= 1.03 * plan.best.figures.step_s
 
 
 @pytest.mark.slow
-def test_nothing_fits_and_that_is_stated():
+def test_plan_reports_that_nothing_fits():
     tiny = replace(H100, hardware=replace(H100.hardware, memory_bytes=1e4, host_memory_bytes=1e4), share=1.0)
     found = search(requested(cluster=tiny, strategies=("zero3",), global_batch=8))
     assert found.best is None
     assert "Nothing fits" in stated(found)[-1] and "--fits-on" in stated(found)[-1]
 
 
-def test_where_nothing_fits_the_least_is_on_the_disk_that_does(plan, monkeypatch):
-    """Memory falls by the share of states, but for buffers; the step waits for the disk, and no longer than that."""
+def test_least_disk_fraction_that_fits_is_chosen(plan, monkeypatch):
+    """Memory falls by the offloaded states minus buffers. The step grows by the time of the disk at most."""
     monkeypatch.setattr("fullshard.planner.sketch.CHUNK_NBYTES", 1000)
     made = next(item.sketch for item in plan.found if item.sketch.program.strategy == "zero3")
     states = made.states_bytes
@@ -379,7 +380,7 @@ TIGHT += ["--strategies", "ddp", "--checkpointing", "every-1"]
 
 
 @pytest.mark.slow
-def test_the_disk_is_considered_and_reported_if_nothing_else_fits(tmp_path, capsys):
+def test_disk_offload_is_planned_if_nothing_else_fits(tmp_path, capsys):
     """The host's memory is too small for offloading to the CPU."""
     (tmp_path / "small.toml").write_text('like = "h100-80"\nname = "small"\nhost_memory_bytes = 0.25e9')
     argv = [*TIGHT, "--hardware", str(tmp_path / "small.toml")]
@@ -393,7 +394,7 @@ def test_the_disk_is_considered_and_reported_if_nothing_else_fits(tmp_path, caps
 
 
 @pytest.mark.slow
-def test_states_are_on_the_cpu_before_any_are_on_a_disk(capsys):
+def test_cpu_offload_is_planned_before_disk_offload(capsys):
     code, stated = reported(capsys, *TIGHT)
     assert code == 0 and "disk" not in stated, stated
     assert "ddp, 29% on CPU" in stated and "29% of the optimizer's state on the CPU" in stated
@@ -404,7 +405,7 @@ def test_states_are_on_the_cpu_before_any_are_on_a_disk(capsys):
 
 
 def tight(question: Question, part: float) -> Question:
-    """Return a question with memory between the needs of `zero3` with all states on the CPU, 0, and with none."""
+    """Return a question whose memory is between what `zero3` needs with all states on the CPU (0) and with none (1)."""
     every, none = (question.requested(Program(strategy="zero3", cpu=share)).needed_bytes(1) for share in (1.0, 0.0))
     assert every < none
     memory = question.cluster.hardware.memory_bytes
@@ -413,7 +414,7 @@ def tight(question: Question, part: float) -> Question:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0.1, 0.9])
-def test_the_least_is_on_the_cpu_that_fits(part):
+def test_least_cpu_fraction_that_fits_is_chosen(part):
     """Dry runs of the whole model confirm that it fits with that fraction, and not with one unit less, or none."""
     one_shape = requested(subject=wide_gpt(), cluster=H100, global_batch=8, strategies=("zero3",))
     question = tight(one_shape, part)
@@ -430,14 +431,14 @@ def test_the_least_is_on_the_cpu_that_fits(part):
     assert found.figures.needed_bytes <= usable
     assert found.figures.host_bytes == pytest.approx(16 * numel(question) * found.sketch.program.cpu / 8, rel=0.25)
     tape = run_pasted(question, found)
-    begin = steps_of(tape.entries)[0]  # the lines make the model on the device
+    begin = steps_of(tape.entries)[0]  # the printed code creates the model on the device
     assert memory_peak(tape, since=begin).nbytes == pytest.approx(found.figures.peak_bytes, rel=0.001)
     assert memory_peak(tape, of_host=True).nbytes == pytest.approx(found.figures.host_bytes, rel=0.001)
 
 
 @pytest.mark.slow
-def test_the_rest_is_on_disk_where_a_host_has_too_little_memory(monkeypatch):
-    """Dry runs of the pasted lines confirm the memory of device and host."""
+def test_remaining_states_go_to_disk_if_host_memory_is_too_small(monkeypatch):
+    """Dry runs of the printed code confirm the memory of device and host."""
     for module in ("planner.sketch", "state.on_disk"):
         monkeypatch.setattr(f"fullshard.{module}.CHUNK_NBYTES", 1 << 16)
     one_shape = requested(subject=wide_gpt(), cluster=H100, global_batch=8, strategies=("zero3",))
@@ -466,8 +467,8 @@ def test_the_rest_is_on_disk_where_a_host_has_too_little_memory(monkeypatch):
 
 
 @pytest.mark.slow
-def test_blocks_are_grouped_where_the_host_limits_the_step():
-    """The lines to paste do what is predicted: fewer collectives, with this memory and time."""
+def test_blocks_are_grouped_if_the_host_limits_the_step():
+    """The printed code matches the prediction: fewer collectives, with this memory and time."""
     slow = replace(H100.hardware, fitted=replace(H100.hardware.fitted, host_s=40e-6))
     question = requested(cluster=replace(H100, hardware=slow), global_batch=8, strategies=("zero3",))
     plan = search(question)
@@ -484,7 +485,7 @@ def test_blocks_are_grouped_where_the_host_limits_the_step():
 
 
 @pytest.mark.slow
-def test_blocks_are_not_grouped_where_the_host_is_fast():
+def test_blocks_are_not_grouped_if_the_host_is_fast():
     fast = replace(H100.hardware, fitted=replace(H100.hardware.fitted, host_s=1e-9))
     plan = search(requested(cluster=replace(H100, hardware=fast), global_batch=8, strategies=("zero3",)))
     assert {item.sketch.program.blocks_per_unit for item in plan.found} == {1}
@@ -501,7 +502,7 @@ def numel(question: Question) -> int:
 
 
 def run_pasted(question: Question, found: Any) -> dry.Tape:
-    """Steps of the lines to paste."""
+    """Run three steps of the printed code, and return their tape."""
     names: dict[str, Any] = {}
     program, subject = found.sketch.program, question.subject
     with dry.world(question.cluster.world), dry.taped() as tape:
@@ -516,7 +517,7 @@ def run_pasted(question: Question, found: Any) -> dry.Tape:
 
 
 @pytest.mark.slow
-def test_the_cpu_steps_once_a_step_however_many_microbatches():
+def test_cpu_step_time_is_independent_of_the_microbatch_count():
     """A slower CPU makes the step longer, except for the part that the device hides."""
     made = requested(cluster=H100).requested(Program(strategy="zero3", accumulates=True, cpu=1.0))
     machine = H100.hardware
@@ -526,12 +527,12 @@ def test_the_cpu_steps_once_a_step_however_many_microbatches():
     assert slow_many - slow_few == pytest.approx(many - few, rel=0.01)
 
 
-def test_nothing_is_offloaded_to_the_cpu_if_it_computes():
+def test_cpu_offload_is_not_planned_if_the_cpu_computes():
     cluster = Cluster(hardware=measured_here(), hosts=1, per_host=2, share=1e-6)
     assert not any(item.sketch.program.cpu for item in search(requested(cluster=cluster, strategies=("zero3",))).found)
 
 
-def test_programs_are_those_of_the_machines():
+def test_candidate_programs_depend_on_the_cluster():
     assert {program.strategy for program in programs(TWO_HOSTS)} == set(STRATEGIES)
     assert {program.strategy for program in programs(H100)} == {"ddp", "zero1", "zero2", "zero3"}
     assert {program.strategy for program in programs(replace(H100, per_host=1))} == {"ddp"}
@@ -540,7 +541,7 @@ def test_programs_are_those_of_the_machines():
 
 @settings(deadline=None, max_examples=50, derandomize=True)
 @given(hosts=st.integers(2, 80), per_host=st.sampled_from((2, 8)), billions=st.floats(0.1, 400))
-def test_hsdp_shards_over_as_few_hosts_as_promise_to_fit(hosts, per_host, billions):
+def test_hsdp_shards_over_the_fewest_hosts_expected_to_fit(hosts, per_host, billions):
     cluster = Cluster(hardware=hardware("h100-80"), hosts=hosts, per_host=per_host)
     with torch.device("meta"):
         model = nn.Linear(1, int(billions * 1e9), bias=False)
@@ -557,8 +558,8 @@ def test_hsdp_shards_over_as_few_hosts_as_promise_to_fit(hosts, per_host, billio
 
 
 @pytest.mark.slow
-def test_hsdp_over_several_hosts_is_found_where_a_host_is_too_small():
-    """Of four hosts, two hold a replica."""
+def test_hsdp_replica_spans_hosts_if_one_host_is_too_small():
+    """With four hosts, each replica spans two."""
     cluster = replace(TWO_HOSTS, hosts=4)
     question = requested(subject=wide_gpt(seq=32), cluster=cluster, strategies=("hsdp",), global_batch=32)
     needed = {
@@ -571,8 +572,8 @@ def test_hsdp_over_several_hosts_is_found_where_a_host_is_too_small():
 
 
 @pytest.mark.parametrize("blocks", [0, 2, 6])
-def test_programs_differ_in_the_blocks_that_they_change(blocks):
-    """Each checkpoints other blocks, or reshards them at other times."""
+def test_candidate_programs_are_distinct_for_any_number_of_blocks(blocks):
+    """Each program checkpoints different blocks, or reshards them at different times."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Tanh(), *[nn.Linear(4, 4) for _ in range(blocks)], nn.LayerNorm(4))
     batch: Any = lambda rows: torch.ones(rows, 4)  # noqa: E731
@@ -592,7 +593,7 @@ def test_programs_differ_in_the_blocks_that_they_change(blocks):
 
 
 @pytest.mark.parametrize("name", known_hardware())
-def test_without_a_precision_the_fastest_16_bits_are_planned(name):
+def test_default_precision_is_the_fastest_16_bit_dtype(name):
     machine = hardware(name)
     dtype, _ = PRECISIONS[usual_precision(machine)]
     rates = [machine.flops_per_s.get(dtype, 0.0) for dtype in ("bfloat16", "float16")]
@@ -600,7 +601,7 @@ def test_without_a_precision_the_fastest_16_bits_are_planned(name):
 
 
 @pytest.mark.slow
-def test_the_report_has_every_field(plan, tmp_path):
+def test_plan_report_has_every_field(plan, tmp_path):
     with Workers(plan.question) as workers:
         report = json.loads(json.dumps(as_dict(plan, what_ifs(plan, workers))))
     assert report["recommended"]["fits"] and report["recommended"]["step_s"] > 0
@@ -621,11 +622,11 @@ def test_the_report_has_every_field(plan, tmp_path):
     assert "Plan: the trainer" in text and len(text) < 2e6  # drawn as `tests/report/test_page.py` says
 
 
-# ------------------------------------------------------------------------------------------------- lines to paste
+# --------------------------------------------------------------------------------------------------- printed code
 
 
-def test_lines_to_paste_are_of_what_was_planned(models):
-    """The user's optimizer, the norm that clips, and when gradients are reduced."""
+def test_printed_code_matches_the_plan(models):
+    """Check the user's optimizer, the norm of gradient clipping, and when gradients are reduced."""
     pytest.importorskip("transformers")
     program = Program(strategy="zero3", accumulates=True, syncs_each=True)
     figures: Any = SimpleNamespace(candidate=Candidate(program=program, rows=2, microbatches=2))
@@ -656,7 +657,7 @@ def keys_for_the_trainer(subject: Subject, program: Program, figures: Any, max_n
     return found
 
 
-def test_pasted_models_have_the_same_values_on_every_rank():
+def test_printed_code_initializes_every_rank_equally():
     program = Program(strategy="zero3")
     figures: Any = SimpleNamespace(candidate=Candidate(program=program, rows=2, microbatches=1))
     made = []
@@ -671,14 +672,14 @@ def test_pasted_models_have_the_same_values_on_every_rank():
 
 
 @pytest.mark.slow
-def test_bytes_are_reported_in_units_that_show_them(capsys):
+def test_nonzero_bytes_are_not_printed_as_zero(capsys):
     """Nonzero sizes are never printed as 0.00 GB, or as 0.0 in the table."""
     for question in (["--why", "zero3"], []):
         code, out = reported(capsys, "--size", "nano", "--layers", "2", "--seq", "32", "--clip", "0", *question)
         assert code == 0 and "0.00 GB" not in out and not re.search(r" 0\.0 +0%", out)
 
 
-def test_keys_for_the_trainer_are_its_own():
+def test_trainer_arguments_use_documented_fsdp_keys():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16)
     with torch.device("meta"):
@@ -792,7 +793,7 @@ _NUMBERS = count()
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """The module's name: one for each test, since modules stay imported."""
+    """Return the name of a module with models. Each test has a separate module, since modules stay imported."""
     name = f"training_{next(_NUMBERS)}"
     (tmp_path / f"{name}.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
@@ -805,21 +806,21 @@ def reported(capsys: Any, *argv: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_names_in_colons_are_no_emoji(models, capsys, tmp_path):
+def test_names_between_colons_are_not_printed_as_emoji(models, capsys, tmp_path):
     (tmp_path / f"{models}.py").write_text(f"{MODELS}\n\none = make_model\n")
     argv = ["--model", f"{models}.py:one", "--batch", f"{models}.py:make_batch", "--global-batch", "8"]
     _, out = reported(capsys, *argv)
     assert out.startswith(f"{models}.py:one: ")
 
 
-def test_no_console_replaces_names_by_emoji():
+def test_every_console_disables_emoji():
     package = Path(planner_workers.__file__).parents[1]
     calls = [call for path in package.rglob("*.py") for call in re.findall(r"[^.\w]Console\(.*\)", path.read_text())]
     assert calls and all("emoji=False" in call for call in calls)
 
 
 @pytest.mark.slow
-def test_a_user_s_own_model(models, capsys):
+def test_plan_command_accepts_a_user_model(models, capsys):
     code, out = reported(
         capsys,
         "--model",
@@ -837,7 +838,7 @@ def test_a_user_s_own_model(models, capsys):
     assert f"from {models} import make_model" in report["paste"]["Python"]
 
 
-def test_a_model_that_the_user_shards(models, capsys):
+def test_plan_command_accepts_a_model_sharded_by_the_user(models, capsys):
     argv = ["--hardware", "h100-80", "--model", f"{models}.py:make_sharded", "--batch", f"{models}.py:one_row"]
     code = run([*argv, "--json", "-"])
     report = json.loads(capsys.readouterr().out)
@@ -845,7 +846,7 @@ def test_a_model_that_the_user_shards(models, capsys):
 
 
 @pytest.mark.slow
-def test_a_model_of_a_configuration(tmp_path, capsys):
+def test_plan_command_accepts_a_transformers_config(tmp_path, capsys):
     pytest.importorskip("transformers")
     config = {"model_type": "gpt2", "n_layer": 6, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 64}
     path = tmp_path / "config.json"
@@ -855,11 +856,11 @@ def test_a_model_of_a_configuration(tmp_path, capsys):
     assert "TrainingArguments(" in out and "GPT2Block" in out and "tokens/s" in out
     names: dict[str, Any] = {}
     exec(out[out.index("from transformers import") :].partition("options =")[0], {"torch": torch}, names)
-    assert not names["model"].config.use_cache  # blocks that run again would put their keys there twice
+    assert not names["model"].config.use_cache  # recomputed blocks would add their keys to the cache twice
 
 
 @pytest.mark.slow
-def test_other_questions(capsys, tmp_path):
+def test_plan_command_supports_fits_on_largest_batch_and_why(capsys, tmp_path):
     size = ["--size", "nano", "--layers", "6", "--seq", "32"]
     code, out = reported(capsys, *size, "--fits-on")
     assert code == 0 and "Fewest ranks that are enough: 1 (" in out
@@ -871,8 +872,8 @@ def test_other_questions(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_largest_microbatch_is_that_of_all_programs():
-    """Even if few are simulated, because programs that need the least memory per row are first."""
+def test_largest_microbatch_is_the_maximum_of_all_programs():
+    """This holds even if few are simulated, because programs that need the least memory per row are first."""
     tight = replace(TWO_HOSTS, share=0.005)
     question = requested(cluster=tight, global_batch=None, largest=True, checkpointing=("none", "every-1"), most=2)
     found, every = search(replace(question, exhaustive=False)), search(question)
@@ -881,8 +882,8 @@ def test_the_largest_microbatch_is_that_of_all_programs():
 
 
 @pytest.mark.slow
-def test_the_fewest_ranks_are_those_on_which_it_just_fits():
-    """On one rank fewer, the leanest way needs more than there is; hosts need be no power of two."""
+def test_least_hosts_finds_the_fewest_hosts_that_fit():
+    """With one host fewer, the leanest program does not fit. The number of hosts need not be a power of two."""
     one = replace(requested().cluster, hosts=1, per_host=1)
     question = requested(subject=wide_gpt(), cluster=one, global_batch=None, strategies=("ddp", "zero3"))
     leanest = Program(strategy="zero3")
@@ -896,8 +897,8 @@ def test_the_fewest_ranks_are_those_on_which_it_just_fits():
 
 
 @pytest.mark.slow
-def test_suggestions_are_sorted_by_the_memory_that_they_need():
-    """By more checkpoints, if those are enough."""
+def test_suggestions_are_sorted_by_required_memory():
+    """A program with more activation checkpoints is suggested if it fits."""
     program = Program(strategy="zero2")
     question = requested(subject=gpt(seq=512), global_batch=None, checkpointing=("none", "every-1"))
     needs = [
@@ -912,7 +913,7 @@ def test_suggestions_are_sorted_by_the_memory_that_they_need():
     assert line.startswith("Closest to fitting: zero2, checkpoints every-1, rows 1 x 1: ") and "fits, with" in line
 
 
-def test_values_are_measured_if_requested(models, capsys):
+def test_data_dependent_model_requires_the_measure_option(models, capsys):
     argv = ["--model", f"{models}.py:Asks", "--batch", f"{models}.py:make_batch", "--global-batch", "8"]
     with pytest.raises(
         ConfigError, match=r"cannot be planned without values .*training_\d+.py:\d+: return x\[x.sum.*--measure"
@@ -921,7 +922,7 @@ def test_values_are_measured_if_requested(models, capsys):
     assert reported(capsys, *argv, "--measure")[0] == 0
 
 
-def test_a_model_that_counts_on_its_blocks_is_not_shortened(models):
+def test_model_that_indexes_its_blocks_is_not_shortened(models):
     subject = named_subject(f"{models}:Indexed", f"{models}:make_batch", None)
     assert sketch(subject, H100, Program(strategy="zero3")).whole == {}
 
@@ -998,7 +999,7 @@ OWN = ["--model", "my_training:make_model", "--batch", "my_training:make_batch"]
     ],
     ids=lambda item: " ".join(item) if isinstance(item, list) else None,
 )
-def test_bad_input_is_answered(models, monkeypatch, tmp_path, argv, stated):
+def test_invalid_plan_arguments_raise_with_a_remedy(models, monkeypatch, tmp_path, argv, stated):
     monkeypatch.setattr(watch, "_ENDLESS", 100)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     named = [item.replace("my_training", models) for item in argv]
@@ -1006,8 +1007,8 @@ def test_bad_input_is_answered(models, monkeypatch, tmp_path, argv, stated):
         run(["--hardware", "h100-80", *named] if "--hardware" not in argv else named)
 
 
-def test_a_librarys_mistake_is_reported_with_its_line_and_our_own_is_not(models, tmp_path):
-    """A bug of ours is to be seen whole."""
+def test_library_error_raises_with_its_line_and_our_bug_unchanged(models, tmp_path):
+    """A bug of this package raises its original exception."""
     library = tmp_path / "site-packages" / "theirs.py"
     library.parent.mkdir()
     library.write_text("import torch\n\n\ndef loss(model, batch):\n    return torch.ones(3) @ batch[:, :7].t()\n")
@@ -1018,7 +1019,7 @@ def test_a_librarys_mistake_is_reported_with_its_line_and_our_own_is_not(models,
     library = library.with_name("others.py")
     library.write_text(f"import torch\nfrom torch import nn\n\n\ndef loss(model, batch):\n    return {attention}\n")
     peer = named_subject(f"{models}:make_model", f"{models}:make_batch", f"{library}:loss")
-    with pytest.raises(ConfigError, match=r"others\.py:6: return nn\.functional.*RuntimeError"):  # of our kernel
+    with pytest.raises(ConfigError, match=r"others\.py:6: return nn\.functional.*RuntimeError"):  # from our kernel
         sketch(peer, H100, Program(strategy="zero3"))
     with (
         mock.patch.object(steps, "without_sync", side_effect=IndexError("ours")),
@@ -1027,7 +1028,7 @@ def test_a_librarys_mistake_is_reported_with_its_line_and_our_own_is_not(models,
         sketch(gpt(), H100, Program(strategy="zero3", accumulates=True))
 
 
-def test_what_cannot_be_a_loss_is_answered(models):
+def test_forward_output_that_is_not_a_loss_raises(models):
     subject = named_subject(f"{models}:make_model", f"{models}:make_batch", None)
     assert subject.seq is None
 
@@ -1039,22 +1040,22 @@ def test_what_cannot_be_a_loss_is_answered(models):
 
 
 def measured_here():
-    """The CPU that the results in the tree are of."""
+    """Return the CPU that the results in the repository were measured on."""
     results = Path(__file__).parents[2] / "benchmarks" / "results" / "predicted_time.json"
     return described(json.loads(results.read_text())["here"])
 
 
 @pytest.mark.slow
-def test_a_plan_for_cpus_counts_process_memory_and_the_first_steps():
+def test_cpu_plan_includes_process_memory_and_first_steps():
     cluster = Cluster(hardware=measured_here(), hosts=1, per_host=2)
     program = Program(strategy="zero3", checkpointing="none", accumulates=False)
     short, whole = (sketch(gpt(), cluster, program, shortens=shortens).figures(1, 1) for shortens in (True, False))
-    assert short.step_s == pytest.approx(whole.step_s, rel=0.05)  # by costs that know what came before
+    assert short.step_s == pytest.approx(whole.step_s, rel=0.05)  # costs depend on earlier operations
     assert whole.needed_bytes > whole.peak_bytes + FIRST_STEPS_NBYTES
     assert short.needed_bytes == pytest.approx(whole.needed_bytes, rel=0.05)
 
 
-def test_ranks_take_turns_on_the_cores_of_a_cpu(monkeypatch):
+def test_cpu_costs_scale_with_ranks_sharing_cores(monkeypatch):
     here = measured_here()
     monkeypatch.setattr("fullshard.planner.settings.hardware", lambda name: here)
     for ranks in (2, 4):

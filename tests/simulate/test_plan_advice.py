@@ -1,4 +1,4 @@
-"""The lines to paste of a plan: dry, they take the steps that it has simulated; on ranks, they do what it says."""
+"""The code lines that a plan recommends: a dry run of them matches the simulated steps, real ranks match the plan."""
 
 import json
 import os
@@ -133,7 +133,7 @@ SUBJECTS = ("gpt", "llama", "t5", "make_lists", "make_plain")
 
 @st.composite
 def recommended(draw: st.DrawFn, cluster: Cluster) -> Advice:
-    """Draw what a search on `cluster` can recommend."""
+    """Draw a recommendation that a search on `cluster` can make."""
     name = draw(st.sampled_from(SUBJECTS))
     precision = draw(st.sampled_from(("bf16", "bf16-reduce", "fp16", "fp32")))
     subject = subject_named(name if name not in CONFIGS else "gpt", Path())
@@ -162,7 +162,7 @@ def recommended(draw: st.DrawFn, cluster: Cluster) -> Advice:
 def kinds(step: Any) -> list[Any]:
     """Return what entries do and for whom, without the numbers of storages and the events of streams."""
     kept = ("name", "stream", "origin", "nbytes", "flops", "ranks", "sizes")
-    events = ("Recorded", "Waited")  # of streams: their order depends on where the root is in the backward
+    events = ("Recorded", "Waited")  # of streams; their order depends on the position of the root in backward
     named = [(type(entry).__name__, *(getattr(entry, name, None) for name in kept)) for entry in step]
     return [entry for entry in named if entry[0] not in events]
 
@@ -175,13 +175,13 @@ def step_lines(subject: Subject, advice: Advice, cluster: Cluster) -> tuple[str,
 
 
 def forward_and_backward(names: dict[str, Any], subject: Subject, rows: int) -> None:
-    """Replace the three dots of the lines, whose names are `names`."""
+    """Run forward and backward in place of the dots in the lines, whose globals are `names`."""
     scaler = names.get("scaler", ShardedGradScaler("cpu", enabled=False))
     scaler.scale(subject.loss(names["model"], subject.make_batch(rows))).backward()
 
 
 def dry_steps(subject: Subject, advice: Advice, cluster: Cluster) -> Tape:
-    """Return the trace of the lines to paste: as many steps as the planner takes."""
+    """Return the trace of a dry run of the lines, with as many steps as the planner simulates."""
     before, step = step_lines(subject, advice, cluster)
     single = replace(advice, program=replace(advice.program, accumulates=False), microbatches=1)
     _, first = step_lines(subject, single, cluster)
@@ -203,8 +203,8 @@ def dry_steps(subject: Subject, advice: Advice, cluster: Cluster) -> Tape:
 @example(advice=Advice("gpt", Program(strategy="zero2", precision="fp16", cpu=0.5), 1, 1))
 @example(advice=Advice("gpt", Program(strategy="hfsdp", prefetch_depth=2, accumulates=True), 1, 2))
 @example(advice=Advice("gpt", Program(strategy="hsdp", shard_hosts=2, checkpointing="selective"), 1, 1))
-def test_lines_to_paste_take_the_steps_that_are_simulated(advice):
-    """The same operations, collectives and allocations, in the same order. A disk is not part of a dry run."""
+def test_advice_lines_in_dry_run_match_simulated_steps(advice):
+    """Both have the same operations, collectives and allocations in the same order. Dry runs do not include disks."""
     program = replace(advice.program, disk=0.0)
     cluster = replace(TWO_HOSTS, hosts=2 * program.shard_hosts)
     advice = replace(advice, program=program, microbatches=1 + program.accumulates)
@@ -215,7 +215,7 @@ def test_lines_to_paste_take_the_steps_that_are_simulated(advice):
     assert kinds(pasted[steps_of(pasted)[-1] :]) == kinds(simulated[steps_of(simulated)[-1] :])
 
 
-def test_compiled_blocks_are_compiled_before_they_are_sharded():
+def test_python_lines_compile_blocks_before_sharding():
     program = Program(strategy="zero3", compiled=True)
     advice = Advice("gpt", program, 1, 1)
     with configs() as folder:
@@ -238,14 +238,14 @@ class Seen:
     """What a step on real ranks did, and how its model is sharded."""
 
     units: list[list[str]]  # the modules of each unit
-    options: list[tuple[Any, ...]]  # of each unit: placements, dtypes, offload, and prefetching by number
+    options: list[tuple[Any, ...]]  # per unit: placements, dtypes, offload, prefetch depth and backward prefetch
     rows: list[int]  # of each microbatch
     recomputed: list[str]  # modules whose forward ran again in backward
     reduced: list[int]  # microbatches after which gradients were reduced over all hosts
 
 
 def expected(subject: Subject, advice: Advice, cluster: Cluster, where: str) -> Seen:
-    """Return what the plan says. Only the Python lines have larger units; those of the Trainer prefetch by number."""
+    """Return what the plan states. Only the Python lines set larger units, only the Trainer sets a prefetch depth."""
     assert subject.model is not None
     program, names = advice.program, {module: name for name, module in subject.model.named_modules()}
     blocks = [names[unit] for unit in units_of(subject.model)]
@@ -276,12 +276,12 @@ def fractions(policy: Any) -> list[Any]:
 
 
 def summed_in(policy: Any) -> tuple[Any, ...]:
-    """Return the dtypes and encodings. Without an explicit dtype, float32 parameters have sums in float32."""
+    """Return the dtypes and encodings. Without an explicit dtype, gradients are reduced in float32."""
     return policy.param_dtype, policy.reduce_dtype or torch.float32, policy.gather_wire, policy.reduce_wire
 
 
 def run_advice(subject: Subject, advice: Advice, cluster: Cluster, where: str, folder: Path) -> Seen | None:
-    """Execute the lines for `where` on this rank, for one step; None if there are none."""
+    """Execute the lines for `where` on this rank for one step. Return None if the plan has no such lines."""
     of = (subject, advice.program, advice.figures, cluster)
     if where == "Python":
         return run_python(subject, advice, cluster)
@@ -314,7 +314,7 @@ def run_train(flags: str, subject: Subject, cluster: Cluster, folder: Path) -> S
 
 
 def run_trainer(text: str, subject: Subject, advice: Advice, cluster: Cluster, folder: Path) -> Seen:
-    """Run a step of the Trainer of the integration, with the model that the Python lines create."""
+    """Run one step of the transformers integration's Trainer with the model that the Python lines create."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers import TrainingArguments
 
@@ -381,7 +381,7 @@ def count_rows(rows: list[int], module: nn.Module, args: tuple[Any, ...], named:
 
 
 def compare(advice: Advice, hosts: int, folder: Path) -> list[tuple[str, Seen, Seen]]:
-    """Execute all lines of one advice on the ranks of this world, and return them next to what the plan says."""
+    """Execute all lines of one recommendation on the ranks of this world. Return the results next to the plan's."""
     cluster = replace(TWO_HOSTS, hosts=hosts, per_host=dist.get_world_size() // hosts)
     cluster = replace(cluster, disk=replace(TYPICAL, folder=folder))
     of_hosts = {"LOCAL_WORLD_SIZE": str(cluster.per_host), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -398,14 +398,14 @@ def compare(advice: Advice, hosts: int, folder: Path) -> list[tuple[str, Seen, S
 @pytest.mark.slow
 @settings(deadline=None, max_examples=8, derandomize=True)
 @given(advice=recommended(replace(TWO_HOSTS, hosts=1)))
-def test_lines_to_paste_run_and_do_what_they_state(advice):
+def test_advice_lines_on_real_ranks_match_plan(advice):
     check(advice, hosts=1)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=4, derandomize=True)
 @given(advice=recommended(TWO_HOSTS).filter(lambda advice: advice.program.strategy in HYBRID))
-def test_lines_to_paste_for_two_hosts_run_and_do_what_they_state(advice):
+def test_advice_lines_on_two_hosts_match_plan(advice):
     check(advice, hosts=2)
 
 

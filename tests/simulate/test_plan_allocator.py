@@ -18,7 +18,7 @@ kinds = pytest.mark.parametrize("expandable", [False, True])
 
 
 def blocks_after(allocator: CachingAllocator, wishes: Any) -> list[Any]:
-    """Return the allocated blocks after requests. Each request also frees the oldest block or not."""
+    """Return the allocated blocks after requests. Each request optionally frees the oldest block."""
     held: list[Any] = []
     for nbytes, stream, frees in wishes:
         held.append((allocator.allocate(nbytes, stream), nbytes, stream))
@@ -29,7 +29,7 @@ def blocks_after(allocator: CachingAllocator, wishes: Any) -> list[Any]:
 
 @kinds
 @given(wishes=requests)
-def test_blocks_are_large_enough_and_separate(expandable, wishes):
+def test_allocated_blocks_are_large_enough_and_disjoint(expandable, wishes):
     allocator = CachingAllocator(expandable=expandable)
     held = blocks_after(allocator, wishes)
     spans = sorted((block.start, block.start + block.nbytes) for block, _, _ in held)
@@ -40,7 +40,7 @@ def test_blocks_are_large_enough_and_separate(expandable, wishes):
 
 @kinds
 @given(wishes=requests)
-def test_what_is_freed_is_used_again(expandable, wishes):
+def test_allocator_reuses_freed_memory_without_reserving_more(expandable, wishes):
     allocator = CachingAllocator(expandable=expandable)
     for block, _, _ in blocks_after(allocator, wishes):
         allocator.free(block)
@@ -58,7 +58,7 @@ def reserved_for(*wishes: int, expandable: bool = False) -> int:
     return allocator.reserved
 
 
-def test_segments_are_of_the_sizes_that_torch_documents():
+def test_segment_sizes_match_torch_documentation():
     assert reserved_for(1) == reserved_for(MIB, MIB) == 2 * MIB
     assert reserved_for(MIB, MIB, 1) == 4 * MIB
     assert reserved_for(MIB + 1) == reserved_for(*[9 * MIB] * 2) == 20 * MIB
@@ -68,7 +68,7 @@ def test_segments_are_of_the_sizes_that_torch_documents():
 
 
 @given(wishes=requests, room=st.integers(20, 200))
-def test_the_device_has_no_more_than_its_room(wishes, room):
+def test_reserved_memory_stays_within_device_memory(wishes, room):
     """Free segments are released before the allocator requests more. With enough free memory it requests nothing."""
     allocator, endless = CachingAllocator(room=room * MIB), CachingAllocator()
     held, as_many = (blocks_after(item, wishes) for item in (allocator, endless))
@@ -78,7 +78,7 @@ def test_the_device_has_no_more_than_its_room(wishes, room):
         assert (allocator.retries, allocator.requested) == (0, endless.requested) and len(held) == len(as_many)
 
 
-def test_segments_that_are_wholly_free_make_room():
+def test_allocator_releases_free_segments_when_memory_runs_out():
     allocator = CachingAllocator(room=64 * MIB)
     one, other = (allocator.allocate(30 * MIB, stream) for stream in ("compute", "reduce"))
     allocator.free(one)
@@ -89,24 +89,24 @@ def test_segments_that_are_wholly_free_make_room():
     assert not other.is_free
 
 
-def test_a_stream_never_has_memory_of_another():
+def test_allocator_never_reuses_blocks_across_streams():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(30 * MIB, "compute"))
     allocator.allocate(30 * MIB, "reduce")
     assert allocator.reserved == 60 * MIB
 
 
-def test_a_large_block_is_split_only_where_much_is_left():
+def test_large_block_is_split_only_if_remainder_is_large():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(30 * MIB, "compute"))
-    assert allocator.allocate(29 * MIB, "compute").nbytes == 30 * MIB  # one MiB is left with it
+    assert allocator.allocate(29 * MIB, "compute").nbytes == 30 * MIB  # the remaining MiB stays part of the block
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(30 * MIB, "compute"))
     assert allocator.allocate(28 * MIB, "compute").nbytes == 28 * MIB
 
 
 @kinds
-def test_a_tape_s_use(expandable):
+def test_allocator_use_of_trace_covers_peak_bytes(expandable):
     tape = dry.run(lambda: chain(fully_shard), inputs, world=8)
     use = allocator_use(tape, expandable=expandable)
     assert use.tensors == tape.peak_bytes() <= use.allocated <= use.reserved

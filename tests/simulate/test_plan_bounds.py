@@ -47,7 +47,7 @@ def figures() -> dict[Program, list[SketchFigures]]:
 
 
 class Ready(Workers):
-    """Sketches that were made before: memory is all that questions differ in."""
+    """Workers that return existing sketches, since questions differ only in memory."""
 
     def __init__(self, at_once: int) -> None:
         super().__init__(QUESTION)
@@ -70,8 +70,8 @@ class Ready(Workers):
     chosen=st.sets(st.sampled_from([("ddp",), ("zero1", "zero2"), ("zero3",), ("hsdp",)]), min_size=1),
     at_once=st.integers(1, 4),
 )
-def test_a_search_finds_what_the_search_of_everything_finds(place, times, kept, chosen, at_once):
-    """Within what it calls no matter, with a margin where there is one. And what it leaves out as too large is."""
+def test_pruned_search_matches_full_search(place, times, kept, chosen, at_once):
+    """Best step times agree within NO_MATTER, with a memory margin if one exists. Programs left out do not fit."""
     needed = sorted(item.needed_bytes for each in figures().values() for item in each)
     usable = needed[int(place * (len(needed) - 1))] * times
     machine = replace(TWO_HOSTS.hardware, memory_bytes=usable, host_memory_bytes=0.0)

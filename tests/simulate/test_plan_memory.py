@@ -1,4 +1,4 @@
-"""Memory over time, read off a tape: the peak of all states together, and each at what the formulas say."""
+"""Memory over time, computed from a trace: the total peak, and the peak of each state, which equals its formula."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from fullshard.tape.recorder import Phase
 
 
 def taped(strategy: str, **options: Any) -> tuple[dry.Tape, Any]:
-    """Return the tape of three steps of rank 0 of 8, and the ledger by formula."""
+    """Return the trace of three steps on rank 0 of 8, and the ledger predicted by the formulas."""
     ledgers = []
 
     def make() -> nn.Module:
@@ -27,7 +27,7 @@ def taped(strategy: str, **options: Any) -> tuple[dry.Tape, Any]:
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_states_add_up_to_what_is_alive(strategy):
+def test_memory_states_sum_to_allocated_bytes(strategy):
     tape, ledger = taped(strategy)
     peak = memory_peak(tape)
     assert peak.nbytes == sum(peak.by_state.values()) == tape.peak_bytes()
@@ -38,7 +38,7 @@ def test_states_add_up_to_what_is_alive(strategy):
     most = {state: max(held.get(state, 0) for _, held in memory_curve(tape)) for state in State}
     assert most[State.OPTIMIZER] == ledger.optimizer_state
     assert 0 < most[State.ACTIVATIONS]
-    if strategy != "ddp":  # whose gradients stay where autograd made them
+    if strategy != "ddp":  # ddp keeps gradients in the tensors that autograd allocates
         assert most[State.SHARDED_GRADIENTS] == ledger.gradients
     kept = {"ddp": most[State.UNSHARDED], "zero1": most[State.UNSHARDED]}.get(strategy, 0)
     assert most[State.PARAMETERS] + kept == ledger.parameters
@@ -46,7 +46,7 @@ def test_states_add_up_to_what_is_alive(strategy):
         assert most[State.UNSHARDED] == ledger.gathered_peak
 
 
-def test_offloaded_states_are_in_the_hosts_memory():
+def test_offloaded_states_count_as_host_memory():
     tape, ledger = taped("zero3", offload_policy=CPUOffloadPolicy())
     _, kept = taped("zero3")
     here, host = memory_peak(tape), memory_peak(tape, of_host=True)
@@ -57,7 +57,7 @@ def test_offloaded_states_are_in_the_hosts_memory():
     assert host.by_state[State.SHARDED_GRADIENTS] == kept.gradients
 
 
-def test_the_peak_is_named():
+def test_memory_peak_names_unit_and_phase():
     """The largest memory consumer is found in the unit and the phase that allocates it."""
 
     class Wide(nn.Linear):
@@ -74,6 +74,6 @@ def test_the_peak_is_named():
     assert (peak.origin.unit, peak.origin.phase) in (("1", Phase.FORWARD), ("1", Phase.BACKWARD))
 
 
-def test_an_empty_tape_needs_nothing():
+def test_memory_peak_of_empty_trace_is_zero():
     peak = memory_peak(dry.Tape())
     assert peak == MemoryPeak(0, dict.fromkeys(State, 0), peak.origin, 0, ())

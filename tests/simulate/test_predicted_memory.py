@@ -1,4 +1,4 @@
-"""A dry run of CPU ranks does what CPU ranks do: the same collectives, and the same peak but for their pace."""
+"""A dry run of CPU ranks equals real CPU ranks: the same collectives, and the same peak except for timing."""
 
 from collections import Counter
 from functools import partial
@@ -33,7 +33,7 @@ def steps(strategy: str) -> None:
 
 
 def reported(tape: dry.Tape) -> tuple[int, list[Any], Counter[str]]:
-    """Return the peak; what was sent; and how often each operation was done from the first forward on."""
+    """Return the peak, the collectives, and the number of calls of each operation since the first forward."""
     sent = [
         (collective.name, collective.origin, collective.sent_bytes, collective.messages, collective.ranks)
         for collective in tape.collectives()
@@ -59,7 +59,7 @@ def dry_steps(strategy: str, world: int, rank: int, **options: Any) -> dry.Tape:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_a_dry_run_of_cpu_ranks_is_what_they_do(world):
+def test_dry_run_matches_real_cpu_ranks(world):
     reals = run_ranks(world, real_steps, STRATEGIES)
     for i, strategy in enumerate(STRATEGIES):
         for rank in {0, world - 1}:
@@ -73,14 +73,14 @@ def test_a_dry_run_of_cpu_ranks_is_what_they_do(world):
                     -2 * world :
                 ]
             )
-            assert abs(peak - real_peak) <= blocks, strategy  # of two collectives, as ranks' pace decides
+            assert abs(peak - real_peak) <= blocks, strategy  # of two collectives, depending on timing
 
 
 def shared_bytes(tape: dry.Tape, purpose: str) -> set[int]:
     return {entry.ranks for entry in tape.of(Allocation) if entry.ranks > 1 and entry.purpose == purpose}
 
 
-def test_ranks_of_one_host_share_memory_and_others_send():
+def test_cpu_ranks_share_memory_within_host_and_send_between_hosts():
     here, separate = dry_steps("zero3", 4, 0), dry_steps("zero3", 4, 0, ranks_per_host=2)
     assert shared_bytes(here, "messages") == shared_bytes(here, "unsharded parameters") == {4}
     assert not list(here.of(Collective))
@@ -89,7 +89,7 @@ def test_ranks_of_one_host_share_memory_and_others_send():
     assert here.collectives()[0].sent_bytes == separate.collectives()[0].sent_bytes > 0
 
 
-def test_a_rank_counts_its_part_of_what_ranks_have_in_common():
+def test_peak_bytes_counts_rank_share_of_shared_allocations():
     tape = dry.Tape()
     origin = tape.origin
     tape.note(Allocation(1, 600, "compute", origin))
@@ -101,7 +101,7 @@ def test_a_rank_counts_its_part_of_what_ranks_have_in_common():
     assert tape.peak_bytes() == 700
 
 
-def test_no_pretended_rank_is_left_to_those_that_have_a_gpu():
+def test_dry_run_with_gpu_streams_uses_no_pretended_collectives():
     from fullshard.comm import routes
 
     with dry.world(2), dry.taped(streams="gpu"):
@@ -113,7 +113,7 @@ def test_no_pretended_rank_is_left_to_those_that_have_a_gpu():
 
 
 class Truncated(nn.Linear):
-    """Draws its weights until none is out of bounds, as transformers' vision models do."""
+    """Redraws its weights until all are within bounds, like transformers' vision models."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
@@ -121,7 +121,7 @@ class Truncated(nn.Linear):
 
 
 class Experts(nn.Module):
-    """A product a group, in float32."""
+    """A grouped matrix product in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,13 +132,13 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("streams", ["gpu", "cpu"])
-def test_models_that_read_values_end(streams):
+def test_dry_run_terminates_for_models_that_read_values(streams):
     dry.run(lambda: fully_shard(Truncated()), lambda: torch.randn(4, 8), world=2, streams=streams)
     tape = dry.run(lambda: fully_shard(Experts()), lambda: torch.randn(8, 16), world=2, streams=streams)
     assert [entry.writes for entry in tape.of(Operation) if entry.name == "aten._grouped_mm"]
 
 
-def test_a_loop_that_waits_for_a_value_is_named(monkeypatch):
+def test_dry_run_raises_for_endless_loop_on_tensor_value(monkeypatch):
     monkeypatch.setattr(watch, "_ENDLESS", 100)
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def touched_in_turns(pages: ProcessPages, mib: int, turns: int) -> list[int]:
     return found
 
 
-def test_pages_are_new_for_mappings_and_where_the_heap_grows():
+def test_process_pages_counts_new_mappings_and_heap_growth():
     pages = ProcessPages()
     assert touched_in_turns(pages, 16, 3) == [16, 0, 0]
     assert touched_in_turns(pages, 20, 3) == [4, 0, 0]
@@ -175,7 +175,7 @@ def test_pages_are_new_for_mappings_and_where_the_heap_grows():
     assert pages.heap_nbytes == 20 * MIB
 
 
-def test_a_process_has_its_tensors_and_its_part_of_what_is_shared():
+def test_process_memory_includes_tensors_and_share_of_shared_memory():
     tape = dry_steps("zero3", 2, 0)
     mapped, on_heap = process_memory(tape, threshold=1), process_memory(tape)
     assert mapped.tensors == mapped.held == tape.peak_bytes()
@@ -186,7 +186,7 @@ def test_a_process_has_its_tensors_and_its_part_of_what_is_shared():
     assert mapped.fits(2 * mapped.nbytes)
 
 
-def test_a_threshold_in_the_environment_is_predicted_with(monkeypatch):
+def test_prediction_uses_mmap_threshold_from_environment(monkeypatch):
     tape = dry_steps("zero3", 2, 0)
 
     def needed() -> int:

@@ -1,4 +1,4 @@
-"""What `benchmarks/published.py` takes for granted of the tapes that it reads, and of the rows."""
+"""Assumptions of `benchmarks/published.py` about the traces that it reads, and about the published rows."""
 
 from dataclasses import replace
 
@@ -23,24 +23,24 @@ def rows():
 
 
 @pytest.mark.slow
-def test_a_step_of_few_blocks_predicts_one_of_many():
+def test_step_of_few_blocks_predicts_step_of_many_blocks():
     task = Task(shape=SHAPE, world=32)
     whole = lay_out(second_step(task, 6, 3), COSTS).end
     assert Step.of(task).seconds(COSTS, 6, 3) == pytest.approx(whole, rel=0.005)
 
 
-def test_each_microbatch_reduces_and_fsdp1_has_its_copies_there():
+def test_each_microbatch_reduce_scatters_and_fsdp1_adds_copies():
     task = Task(shape=SHAPE, world=8)
     entries = second_step(task, 3, 2)
     reduced = [entry for entry in entries if isinstance(entry, Collective) and "reduce_scatter" in entry.name]
-    assert len(reduced) == 2 * 4  # three blocks and the root, in each of two
+    assert len(reduced) == 2 * 4  # three blocks and the root, in each of two microbatches
     added = [entry for entry in entries if isinstance(entry, Operation) and entry.name.startswith("fsdp1")]
     assert len(added) == 2 * len(reduced)
     own = second_step(replace(task, is_fsdp1=False), 3, 2)
     assert len(own) == len(entries) - len(added)
 
 
-def test_checkpointing_costs_a_forward_at_most():
+def test_activation_checkpointing_costs_at_most_one_forward():
     plain, again = (
         lay_out(second_step(Task(shape=replace(SHAPE, checkpointing=item), world=8), 4, 1), COSTS).end
         for item in (False, True)
@@ -48,7 +48,7 @@ def test_checkpointing_costs_a_forward_at_most():
     assert plain < again < 4 / 3 * plain
 
 
-def test_rows_are_those_that_were_published(rows):
+def test_mpt_rows_have_published_counts_and_gpus(rows):
     assert len(rows) == 115
     assert {row.set for row in rows} == set(published.REDUCE_DTYPES)
     assert sum(row.calibrates for row in rows) == 22
@@ -57,17 +57,17 @@ def test_rows_are_those_that_were_published(rows):
         assert row.gpu in published.KERNELS_OF_2023
 
 
-def test_the_switch_of_a_set_reaches_its_tasks():
+def test_reduce_dtype_of_set_applies_to_its_tasks():
     rows = mpt_rows({**published.REDUCE_DTYPES, "h100_2023": torch.bfloat16})
     assert {row.task.reduce_dtype for row in rows if row.set == "h100_2023"} == {torch.bfloat16}
 
 
-def test_the_summary_of_exact_predictions_is_all_zeros(rows):
+def test_summary_of_exact_predictions_has_zero_error(rows):
     reported = summary([Comparison(row=row, predicted=row.measured) for row in rows])
     assert (reported["mean"], reported["p95"], reported["rank"]) == (0, 0, pytest.approx(1))
 
 
-def test_models_of_pytorchs_runs_have_the_sizes_that_were_published():
+def test_models_of_pytorch_runs_have_published_parameter_counts():
     for run in published.pytorch_runs():
         shape = run.task.shape
         with torch.device("meta"):
@@ -78,7 +78,7 @@ def test_models_of_pytorchs_runs_have_the_sizes_that_were_published():
         assert blocks + model.tokens.weight.numel() == pytest.approx(size, rel=0.01)
 
 
-def test_llamas_have_the_sizes_that_were_published():
+def test_llama_models_have_published_parameter_counts():
     stated = {"7B": 6.74e9, "13B": 13.02e9, "34B": 33.7e9, "70B": 68.98e9}
     shapes = {name: shape for name, shape, *_ in published.IBM_ROWS}
     for name, shape in {**shapes, "Llama 3.1 8B": published.LLAMA_3_8B}.items():
@@ -90,8 +90,8 @@ def test_llamas_have_the_sizes_that_were_published():
 
 
 @pytest.mark.parametrize("checkpoints", ["op", 2, None])
-def test_a_small_llama_of_each_kind_takes_steps(checkpoints):
-    """Checkpoints compute products again: those that were not kept, or all of a block but the last."""
+def test_small_llama_recomputes_products_per_checkpointing_mode(checkpoints):
+    """Checkpointing recomputes matrix products: those that are not saved, or all of a block except the last."""
     shape = replace(
         published.LLAMA_3_8B, blocks=4, width=64, heads=4, kv_heads=2, mlp=96, vocabulary=32, seq=16, batch=1
     )

@@ -1,4 +1,4 @@
-"""Times read off a tape: streams in order, nothing before what it waits for, and no second is lost."""
+"""Times computed from a trace: streams run in order, dependencies are respected, all time is accounted for."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -26,7 +26,7 @@ COSTS = Costs(
     host_s=1.0,
     host_collective_s=1.0,
     host_mark_s=0.0,
-)  # a second for each byte, and for each thing that the host asks for
+)  # one second per byte, and one per request of the host
 
 
 def work(stream: str, nbytes: int) -> Operation:
@@ -50,7 +50,7 @@ def test_streams_run_concurrently_and_the_host_enqueues_in_order():
     assert timeline.starved_s("compute") == 1
 
 
-def test_what_a_stream_waits_for_is_reported():
+def test_timeline_reports_cause_of_stall():
     entries = [
         gather("gather", 20),
         Recorded(1, "gather", HERE),
@@ -65,7 +65,7 @@ def test_what_a_stream_waits_for_is_reported():
     assert (timeline.busy_s("compute"), timeline.exposed_s("compute"), timeline.starved_s("compute")) == (2, 9, 2)
 
 
-def test_a_mark_behind_a_mark_names_what_was_waited_for_first():
+def test_stall_through_chained_events_names_original_collective():
     entries = [
         *(gather("gather", 20), Recorded(1, "gather", HERE), Waited(1, "reduce", "here", HERE)),
         *(Recorded(2, "reduce", HERE), Waited(2, "compute", "here", HERE), work("compute", 2)),
@@ -75,14 +75,14 @@ def test_a_mark_behind_a_mark_names_what_was_waited_for_first():
     assert stall.cause.entry.stream == "gather"
 
 
-def test_a_communicator_carries_one_collective_at_a_time():
+def test_communicator_runs_one_collective_at_a_time():
     both = [gather("gather", 20), gather("reduce", 20)]
     assert spans(lay_out(both, COSTS), "reduce") == [(11, 21)]
     separate = [gather("gather", 20), gather("reduce", 20, ranks=(2, 3))]
     assert spans(lay_out(separate, COSTS), "reduce") == [(2, 12)]
 
 
-def test_a_waiting_host_enqueues_nothing():
+def test_waiting_host_enqueues_no_work():
     entries = [work("compute", 9), Recorded(1, "compute", HERE), Waited(1, "host", "here", HERE), work("compute", 1)]
     timeline = lay_out(entries, COSTS)
     assert spans(timeline, "compute") == [(1, 10), (11, 12)]
@@ -91,8 +91,8 @@ def test_a_waiting_host_enqueues_nothing():
 
 
 @pytest.mark.parametrize(("room", "seconds", "retries"), [(None, 6.0, 0), (64 * MIB, 8.0, 1)])
-def test_segments_are_given_back_when_every_stream_is_done(room, seconds, retries):
-    """Asking for a segment takes a second here, and giving one back another; only the latter waits."""
+def test_segments_are_released_after_all_streams_finish(room, seconds, retries):
+    """Allocating a segment takes one second here, and releasing one takes another. Only the release waits."""
     memory = TapeAllocator(room=room)
     for entry in (Allocation(1, 40 * MIB, "compute", HERE), Free(1, 40 * MIB, "compute", HERE)):
         memory.note(entry)
@@ -101,7 +101,7 @@ def test_segments_are_given_back_when_every_stream_is_done(room, seconds, retrie
     assert (timeline.end, memory.retries) == (seconds, retries)
 
 
-def test_marks_set_before_the_part_that_is_laid_out_have_been_reached():
+def test_events_recorded_before_laid_out_part_are_complete():
     assert lay_out([Waited(7, "compute", "here", HERE), work("compute", 1)], COSTS).end == 2
 
 
@@ -109,12 +109,12 @@ def test_marks_set_before_the_part_that_is_laid_out_have_been_reached():
     ("ranks", "seconds"),
     [(1, 0), (2, 80 / 2 / 10), (8, 80 * 7 / 8 / 10), (16, 80 * 15 / 16 / 8), (64, 80 * 63 / 64 / 8)],
 )
-def test_a_ring_takes_as_long_as_its_slowest_link(ranks, seconds):
+def test_ring_time_depends_on_slowest_link(ranks, seconds):
     costs = Costs(launch_s=0, latency_s=0, link_bytes_per_s=10, network_bytes_per_s=1)
     assert costs.of_collective(gather("gather", 80, tuple(range(ranks)))) == pytest.approx(seconds)
 
 
-def test_an_all_reduce_goes_round_twice():
+def test_all_reduce_costs_two_reduce_scatters():
     costs = Costs(latency_s=0)
     whole = Access(1, 0, 80)
     once, twice = (
@@ -142,7 +142,7 @@ def tapes(draw: Any) -> list[Entry]:
 
 
 @given(tapes())
-def test_nothing_overlaps_on_a_stream_and_no_second_is_lost(entries):
+def test_work_on_stream_never_overlaps_and_idle_time_is_counted(entries):
     timeline = lay_out(entries, COSTS)
     assert [item.entry for item in timeline.placed] == [
         entry for entry in entries if isinstance(entry, Operation | Collective)
@@ -160,7 +160,7 @@ def test_nothing_overlaps_on_a_stream_and_no_second_is_lost(entries):
 
 
 @given(tapes(), st.integers(0, 40))
-def test_parts_are_laid_out_as_by_themselves(entries, count):
+def test_lay_out_parts_matches_separate_layouts(entries, count):
     """Also if computation takes longer during a collective."""
     costs = replace(COSTS, slowdown=0.5)
     first, both = lay_out_parts((entries[:count], entries[count:]), costs)
@@ -169,7 +169,7 @@ def test_parts_are_laid_out_as_by_themselves(entries, count):
 
 
 @given(tapes())
-def test_nothing_starts_before_what_it_waits_for(entries):
+def test_work_starts_only_after_awaited_events(entries):
     timeline = lay_out(entries, COSTS)
     placed = iter(timeline.placed)
     done, reached = dict.fromkeys((*STREAMS, "host"), 0.0), dict[int, float]()

@@ -1,4 +1,4 @@
-"""Gains of other settings equal their own predictions, and each has the command that selects it."""
+"""Gains of alternative settings equal the difference of two predictions, and each has a command that selects it."""
 
 import shlex
 from dataclasses import replace
@@ -31,16 +31,16 @@ def reported():
 
 
 @pytest.mark.slow
-def test_a_gain_is_the_difference_of_two_predictions(reported):
+def test_gain_is_difference_of_two_predictions(reported):
     step_s = predicted(SETTINGS, MACHINE, H100).step_s
     assert all(item.gain_s == pytest.approx(step_s - item.step_s) for item in reported)
     assert [item.gain_s for item in reported] == sorted((item.gain_s for item in reported), reverse=True)
     assert {item.change for item in reported} >= {"ddp", "zero2", "activation checkpointing", "reductions in bfloat16"}
-    assert "zero3" not in {item.change for item in reported}  # it is what the run has
+    assert "zero3" not in {item.change for item in reported}  # the run already uses it
 
 
 @pytest.mark.parametrize("change", ["ddp", "activation checkpointing", "reductions in bfloat16"])
-def test_the_command_requests_the_settings_that_were_simulated(reported, change, tmp_path):
+def test_command_of_what_if_selects_simulated_settings(reported, change, tmp_path):
     item = next(element for element in reported if element.change == change)
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(SETTINGS.as_options()))
     program, command, *argv = shlex.split(item.command.replace("runs/x", str(tmp_path)))
@@ -50,13 +50,13 @@ def test_the_command_requests_the_settings_that_were_simulated(reported, change,
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_not_advised(monkeypatch):
+def test_what_ifs_exclude_settings_that_do_not_fit(monkeypatch):
     monkeypatch.setattr(what_ifs, "described_here", lambda machine: H100)
     assert what_ifs.what_ifs_of(SETTINGS, replace(MACHINE, memory_bytes=1), "runs/x") == ()
 
 
 @pytest.mark.slow
-def test_what_cannot_be_with_the_other_settings_is_left_out(monkeypatch, tmp_path):
+def test_what_ifs_exclude_incompatible_strategies(monkeypatch, tmp_path):
     """Some strategies have no shards to offload to disk."""
     monkeypatch.setattr(what_ifs, "described_here", lambda machine: H100)
     there = replace(SETTINGS, memory=MemorySettings(dtype="bfloat16", offload_parameters=1.0, offload_folder=tmp_path))
@@ -64,7 +64,7 @@ def test_what_cannot_be_with_the_other_settings_is_left_out(monkeypatch, tmp_pat
     assert "zero2" in found and not found & {"ddp", "zero1"}
 
 
-def test_without_a_description_of_the_machine_nothing_is_predicted(monkeypatch):
-    """Seconds of another machine would mean nothing."""
+def test_what_ifs_are_empty_without_hardware_description(monkeypatch):
+    """Times predicted for another machine would be meaningless."""
     monkeypatch.setattr(what_ifs, "described_here", lambda machine: None)
     assert what_ifs.what_ifs_of(SETTINGS, MACHINE, "runs/x") == ()

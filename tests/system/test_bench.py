@@ -1,5 +1,5 @@
-"""`make bench`: the same losses from every system, honest arithmetic, memory that is counted right, and processes
-that sleep, fail and end as they should. Nothing here depends on how fast anything is.
+"""`make bench`: identical losses of all systems, correct statistics, correct memory counts, and processes that sleep,
+fail and exit correctly. No test depends on speed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def plan(*systems: str, workload: Workload = TINY, rounds: int = 1, steps: int =
 
 
 def silent(stage: str, what: str) -> None:
-    """Nothing is shown."""
+    """Show nothing."""
 
 
 def differences(of: Plan) -> dict[str, float]:
@@ -66,8 +66,8 @@ def differences(of: Plan) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_every_system_that_is_installed_has_the_losses_of_one_process(tmp_path, capsys):
-    """On two ranks every sum has two terms, so that there is one way to add them: all systems have the same bits."""
+def test_installed_systems_match_single_process_losses(tmp_path, capsys):
+    """On two ranks every sum has two terms and therefore one order of addition, so all systems agree bitwise."""
     file = tmp_path / "result.json"
     argv = ["--size", "tiny", "--ranks", "2", "--rounds", "2", "--steps", "2", "--warmup", "1", "--json", str(file)]
     assert main(argv) == 0
@@ -94,7 +94,7 @@ def test_every_system_that_is_installed_has_the_losses_of_one_process(tmp_path, 
 
 
 def check_json(reported: dict) -> None:
-    """Every field is there, and is what the raw numbers say."""
+    """Check that every field exists and is consistent with the raw numbers."""
     assert set(reported) == {
         "options", "versions", "machine", "workload", "rounds", "steps_per_round", "floor", "systems", "failed",
         "not_installed",
@@ -118,17 +118,17 @@ def check_json(reported: dict) -> None:
         assert system["tokens_per_s"] == pytest.approx(32 / system["step_s"]["median"])
         assert (
             system["tensor_bytes"] > 4 * 4 * reported["workload"]["parameters"] / 2
-        )  # a rank's half of all four states
+        )  # one rank holds half of all four states
 
 
 @pytest.mark.slow
-def test_on_three_ranks_this_library_still_has_the_same_bits():
+def test_fullshard_on_three_ranks_matches_single_process_bitwise():
     workload = Workload(shape=SIZES["tiny"], world=3, optimizer="sgd")
     assert differences(plan("fullshard-zero3", workload=workload)) == {"fullshard-zero3": 0.0}
 
 
 @pytest.mark.slow
-def test_in_bfloat16_they_agree_as_closely_as_it_lets_them():
+def test_systems_agree_within_bfloat16_precision():
     workload = Workload(shape=SIZES["tiny"], world=2, dtype="bf16")
     found = differences(plan("fullshard-zero3", "torch-ddp", "torch-fsdp1", "torch-fsdp2", workload=workload))
     assert found.pop("fullshard-zero3") == 0.0
@@ -137,13 +137,13 @@ def test_in_bfloat16_they_agree_as_closely_as_it_lets_them():
 
 
 @pytest.mark.slow
-def test_variants_have_the_same_losses_too():
+def test_system_variants_match_single_process_losses():
     names = [name for name, system in SYSTEMS.items() if system.variant]
     assert differences(plan(*names)) == dict.fromkeys(names, 0.0)
 
 
 @pytest.mark.slow
-def test_one_rank_is_enough():
+def test_systems_match_single_process_losses_on_one_rank():
     report = measure(plan("fullshard-zero3", "torch-fsdp2", workload=Workload(shape=SIZES["tiny"], world=1)), silent)
     assert [system.loss_difference for system in report.systems] == [0.0, 0.0]
 
@@ -169,7 +169,7 @@ def made_up(*systems: SystemResult, floor: float = 1.0, failed: dict[str, Failur
     return BenchReport(workload=TINY, steps=1, floor=[parts] * rounds, systems=systems, failed=failed or {})
 
 
-def test_ratios_are_taken_within_rounds_and_not_of_medians():
+def test_ratios_compare_rounds_not_medians():
     """The machine is ten times slower in the second round and a hundred times in the third, for both."""
     own, peer = result("fullshard-zero3", 1.0, 10.0, 300.0), result("torch-ddp", 2.0, 20.0, 100.0)
     report = made_up(own, peer)
@@ -181,23 +181,23 @@ def test_ratios_are_taken_within_rounds_and_not_of_medians():
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20), st.floats(1e-3, 1e3))
-def test_a_spread_is_in_order_and_scales(values, factor):
+def test_spread_is_ordered_and_scales_with_values(values, factor):
     spread = Spread.of(values)
     assert min(values) <= spread.low <= spread.median <= spread.high <= max(values)
     assert Spread.of([factor * value for value in values]).median == pytest.approx(factor * spread.median)
     assert set(ratios(values, values)) == {1.0}
 
 
-def test_a_spread_is_the_middle_half():
+def test_spread_is_interquartile_range():
     assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(median=3.0, low=2.0, high=4.0)
     assert Spread.of([7.0]) == Spread(median=7.0, low=7.0, high=7.0)
 
 
-def test_a_span_is_from_the_first_to_begin_to_the_last_to_end():
+def test_span_lasts_from_first_start_to_last_end():
     assert Span.seconds([Span(3.0, 5.0), Span(2.0, 4.5)]) == 3.0
 
 
-def test_the_floor_counts_two_gathers_and_one_step():
+def test_floor_counts_two_all_gathers_and_one_optimizer_step():
     def rank(late: float) -> FloorTurn:
         return FloorTurn(
             compute=Span(0.0, 8.0 + late), optimizer=Span(0, 4), gather=Span(0, 2), reduce=Span(0, 1), repeats=2
@@ -208,20 +208,20 @@ def test_the_floor_counts_two_gathers_and_one_step():
     assert seconds.total == 9.5
 
 
-def test_a_loss_that_is_no_number_is_infinitely_far():
+def test_nan_loss_has_infinite_difference():
     assert largest_difference([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.5], [3.0, 4.25]]) == 0.5
     assert largest_difference([[1.0, math.nan]], [[1.0, 2.5]]) == math.inf
     assert made_up(result("torch-ddp", 1.0)).as_dict()["systems"]["torch-ddp"]["loss_difference"] == 0.0
 
 
-def test_failures_are_reported_below_the_table_and_in_json():
+def test_report_lists_failures_below_table_and_in_json():
     report = made_up(result("torch-ddp", 1.0), failed={"torch-fsdp1": Failure(reason="no", details="Traceback")})
     assert "torch-fsdp1 failed: no" in report.stated
     assert report.as_dict()["failed"] == {"torch-fsdp1": {"reason": "no", "details": "Traceback"}}
-    assert len(report.tables()) == 1  # nothing of ours to compare with the peer
+    assert len(report.tables()) == 1  # no fullshard result to compare with the peer
 
 
-def test_on_a_terminal_there_is_a_bar_and_otherwise_a_line_per_stage():
+def test_progress_shows_bar_on_terminal_and_lines_otherwise():
     def stated(*, terminal: bool) -> str:
         console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None, width=80)
         with shown(console, 3) as report:
@@ -234,7 +234,7 @@ def test_on_a_terminal_there_is_a_bar_and_otherwise_a_line_per_stage():
     assert "2/3 round 1 of 1: floor" in stated(terminal=True)
 
 
-def test_the_picture_is_drawn(tmp_path):
+def test_picture_is_drawn_as_png_and_svg(tmp_path):
     pytest.importorskip("matplotlib")
     for name in ("bars.png", "bars.svg"):
         draw(made_up(result("fullshard-zero3", 1.0, 2.0), result("torch-ddp", 2.0, 3.0)), tmp_path / name)
@@ -257,11 +257,11 @@ def peaks() -> tuple[int | None, int | None, int | None]:
     return while_large, memory.peak().process, memory.peak().allocated
 
 
-def test_peak_memory_of_a_process_is_measured_and_can_be_reset():
+def test_process_peak_memory_is_measured_and_reset():
     (large, later, on_gpu), = run_ranks(1, peaks)  # fmt: skip
     assert large is not None
     assert later is not None
-    assert 63 * MB <= large < 80 * MB  # the kernel counts pages in batches, and so not the last few
+    assert 63 * MB <= large < 80 * MB  # the kernel counts pages in batches, and misses the last few
     assert later < 16 * MB
     assert on_gpu is None
 
@@ -280,7 +280,7 @@ def half_of_what_is_shared(path: str) -> int:
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory of Linux")
-def test_ranks_count_their_part_of_what_they_share():
+def test_process_bytes_counts_share_of_shared_memory():
     path = Path(f"/dev/shm/fullshard-test-{os.getpid()}")
     try:
         path.write_bytes(bytes(64 * MB))
@@ -294,7 +294,7 @@ def test_ranks_count_their_part_of_what_they_share():
 
 
 class Subject:
-    """Does what teams are made to do, and what goes wrong in them."""
+    """Methods that a team calls, including ones that fail."""
 
     def __init__(self, workload: Workload) -> None:
         self.rank = dist.get_rank()
@@ -305,7 +305,7 @@ class Subject:
     def fall_over(self) -> None:
         if self.rank == 1:
             raise ValueError("out of luck\nand more")
-        dist.barrier()  # which never comes about
+        dist.barrier()  # never completes
 
     def die(self) -> None:
         if self.rank == 1:
@@ -327,7 +327,7 @@ class RestlessTraining(Training):
         return time.process_time()
 
 
-def test_a_team_answers_in_rank_order_and_ends():
+def test_team_returns_answers_in_rank_order_and_exits():
     team = Team(Subject, Workload(shape=SIZES["tiny"], world=2, threads=2))
     assert team.ask("who") == [(0, 2, 2), (1, 2, 2)]
     assert team.ask("who") == [(0, 2, 2), (1, 2, 2)]
@@ -344,9 +344,9 @@ def test_a_team_answers_in_rank_order_and_ends():
         ("wait", 0.5, "rank 0, 1 did not answer within 0.5 s."),
     ],
 )
-def test_failures_are_reported_without_waiting_for_other_ranks(method, timeout, stated):
+def test_team_reports_failure_without_waiting_for_other_ranks(method, timeout, stated):
     team = Team(Subject, TINY)
-    team._timeout = timeout  # of questions alone: to start may take longer
+    team._timeout = timeout  # only for questions, since starting may take longer
     try:
         with pytest.raises(TeamFailed) as failed:
             team.ask(method)
@@ -357,14 +357,14 @@ def test_failures_are_reported_without_waiting_for_other_ranks(method, timeout, 
 
 
 @pytest.mark.slow
-def test_a_team_that_cannot_be_made_leaves_no_process():
+def test_team_that_fails_to_start_leaves_no_process():
     with pytest.raises(TeamFailed, match="KeyError: 'no-such'"):
         Team(partial(Training, name="no-such"), TINY)
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_their_turn_use_no_processor():
+def test_idle_ranks_use_no_cpu_time():
     team = Team(partial(RestlessTraining, name="fullshard-zero3"), TINY)
     team.ask("prepare")
     before = team.ask("cpu_seconds")
@@ -375,14 +375,14 @@ def test_ranks_that_wait_for_their_turn_use_no_processor():
 
 
 @pytest.mark.slow
-def test_a_system_that_dies_is_left_out_and_the_others_go_on():
+def test_killed_system_is_excluded_and_other_systems_continue():
     started: dict[str, set[int | None]] = {}
     visited: set[int | None] = set()
 
     def report_stage(stage: str, what: str) -> None:
         here = {child.pid for child in multiprocessing.active_children()}
         if stage == "starting":
-            started[what] = here  # those that were there before `what`
+            started[what] = here  # processes that existed before `what`
         elif not visited:
             for pid in here - started["torch-ddp"]:
                 assert pid is not None
@@ -396,7 +396,7 @@ def test_a_system_that_dies_is_left_out_and_the_others_go_on():
 
 
 @pytest.mark.slow
-def test_a_system_for_which_no_memory_is_left_is_not_started(monkeypatch):
+def test_system_without_enough_free_memory_is_not_started(monkeypatch):
     frees = iter([1 << 40, 1 << 10])
     monkeypatch.setattr(benchmarks.bench.rounds, "available_bytes", lambda: next(frees))
     report = measure(plan("fullshard-zero3", "torch-ddp"), lambda stage, what: None)
@@ -406,7 +406,7 @@ def test_a_system_for_which_no_memory_is_left_is_not_started(monkeypatch):
     )
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- rejected input ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -442,7 +442,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--rouns", "3"], "Did you mean rounds"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(argv, words, nothing_starts, capsys):
+def test_bench_rejects_bad_input_with_one_line_and_exit_code_2(argv, words, nothing_starts, capsys):
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -451,7 +451,7 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, words, nothing_starts, caps
     assert words in err
 
 
-def test_what_is_not_installed_is_refused_by_name_and_left_out_of_all(nothing_starts, monkeypatch, capsys):
+def test_missing_system_is_rejected_by_name_and_excluded_from_all(nothing_starts, monkeypatch, capsys):
     found: Callable[[str], object] = benchmarks.bench.systems.find_spec
     monkeypatch.setattr(
         benchmarks.bench.systems, "find_spec", lambda name: None if name == "deepspeed" else found(name)
@@ -463,14 +463,14 @@ def test_what_is_not_installed_is_refused_by_name_and_left_out_of_all(nothing_st
     assert chosen_systems("all, torch-ddp-views", 2)[-1] == "torch-ddp-views"
 
 
-def test_a_picture_needs_matplotlib(nothing_starts, monkeypatch, capsys, tmp_path):
+def test_picture_option_requires_matplotlib(nothing_starts, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["--picture", str(tmp_path / "bars.png")]) == 2
     assert "pip install 'fullshard[bench]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_rank_needs_a_gpu_of_its_own(nothing_starts, monkeypatch, capsys):
+def test_each_rank_requires_separate_gpu(nothing_starts, monkeypatch, capsys):
     assert torch.cuda.is_available() or main(["--device", "cuda"]) == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -481,7 +481,7 @@ def test_each_rank_needs_a_gpu_of_its_own(nothing_starts, monkeypatch, capsys):
     assert (workload.world, workload.threads, workload.device_type) == (2, 4, "cuda")
 
 
-def test_a_failure_is_exit_code_1(monkeypatch, capsys):
+def test_bench_exits_with_code_1_after_failure(monkeypatch, capsys):
     failed = made_up(result("torch-ddp", 1.0), failed={"torch-fsdp1": Failure(reason="no", details="")})
     monkeypatch.setattr(benchmarks.bench.command, "measure", lambda plan, report: failed)
     assert main(["--size", "tiny"]) == 1
@@ -495,7 +495,7 @@ def test_a_failure_is_exit_code_1(monkeypatch, capsys):
     assert capsys.readouterr().err == "fullshard: there is nothing to compare with: rank 0: ValueError: no\nTraceback\n"
 
 
-def test_a_full_disk_is_one_line_that_names_the_file(tmp_path, monkeypatch, capsys):
+def test_bench_reports_full_disk_with_file_name(tmp_path, monkeypatch, capsys):
     full = tmp_path / "full.json"
     full.symlink_to("/dev/full")
     monkeypatch.setattr(benchmarks.bench.command, "measure", lambda plan, report: made_up(result("torch-ddp", 1.0)))
@@ -503,12 +503,12 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path, monkeypatch, caps
     assert f"{full}: cannot be written (No space left on device)" in capsys.readouterr().err
 
 
-def test_the_page_names_every_system():
+def test_benchmarks_page_lists_every_system():
     named = [name.strip() for row in rows(section(page("docs/benchmarks.md"), "Systems")) for name in row[0].split(",")]
     assert named == list(SYSTEMS)
 
 
-def test_help_explains_every_option(capsys):
+def test_bench_help_lists_options(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     assert end.value.code == 0

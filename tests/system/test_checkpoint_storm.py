@@ -1,4 +1,4 @@
-"""A run that is killed again and again, at any moment, on any rank, ends with the weights of one that never was."""
+"""A run that is killed repeatedly, at any time, on any rank, ends with the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fullshard.testing import RanksFailed, assert_same, run_ranks
 
 @contextmanager
 def killed_after(seconds: float) -> Iterator[None]:
-    """Let another process kill this one by SIGKILL at any moment, unless it finishes before."""
+    """Let another process kill this one with SIGKILL after `seconds`, unless it finishes first."""
     killer = subprocess.Popen(["sh", "-c", f"sleep {seconds:.3f}; kill -KILL {os.getpid()}"])
     yield
     killer.kill()
@@ -36,7 +36,7 @@ def killed_after(seconds: float) -> Iterator[None]:
 
 
 def run(folder: Path, steps: int, doomed: int | None, after_s: float) -> dict[str, Any]:
-    """Go on from what is in `folder` to the last step. On the rank `doomed` the process is killed after `after_s`."""
+    """Resume from `folder` and train to the last step. On rank `doomed`, kill the process after `after_s` seconds."""
     with killed_after(after_s) if dist.get_rank() == doomed else nullcontext():
         return go_on(folder, steps)
 
@@ -79,22 +79,22 @@ def storm(folder: Path, steps: int, kills: int, within_s: float, calm: list[dict
 
 
 def check(folder: Path, steps: int, kills: int, within_s: float | None = None) -> None:
-    """Kill within this number of seconds; if None, within the duration of a whole run."""
-    run_ranks(2, dist.get_rank)  # what ranks are forked from is there by now
+    """Kill runs within `within_s` seconds of their start; if None, within the duration of a whole run."""
+    run_ranks(2, dist.get_rank)  # start the server that ranks are forked from
     start = time.monotonic()
     calm = run_ranks(2, run, folder / "calm", steps, None, 0.0, timeout=600)
     storm(folder / "storm", steps, kills, within_s or time.monotonic() - start, calm)
 
 
 @pytest.mark.slow
-def test_a_storm_of_kills_changes_nothing(tmp_path):
+def test_repeated_kills_do_not_change_resumed_weights(tmp_path):
     check(tmp_path, steps=12, kills=4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_storm_of_ten_kills_changes_nothing(tmp_path):
-    """All in one run, which has more steps than it makes between ten kills."""
+def test_ten_kills_in_one_run_do_not_change_resumed_weights(tmp_path):
+    """All kills hit one run, which has too many steps to finish between them."""
     check(tmp_path, steps=80, kills=10, within_s=1.0)
 
 
@@ -122,8 +122,8 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_command_goes_on_after_each_kill_of_a_rank(tmp_path):
-    """Kill the first rank and the last, each after a checkpoint that the next start resumes from; then one early."""
+def test_train_command_resumes_after_each_killed_rank(tmp_path):
+    """Kill the first and the last rank, each after a checkpoint to resume from, then one rank during startup."""
     draw = random.Random(1)
     reached = 0
     for doomed in (0, -1):
@@ -134,7 +134,7 @@ def test_the_command_goes_on_after_each_kill_of_a_rank(tmp_path):
         stated, _ = training.communicate(timeout=300)
         assert training.returncode != 0, stated
     training = command(tmp_path / "storm")
-    while not ranks_of(training):  # pytest-timeout's to end
+    while not ranks_of(training):  # pytest-timeout ends an endless loop
         time.sleep(0.01)
     time.sleep(draw.uniform(0.0, 3.0))  # while it starts or resumes
     os.kill(ranks_of(training)[0], signal.SIGKILL)

@@ -40,10 +40,10 @@ TRAIN = [
         "1",
     ),
     *("--validate-every", "0", "--validate-bytes", "300", "--sample-every", "0", "--sample-bytes", "8"),
-    # Of a constant learning rate after the warm-up, so that shorter runs have the losses of longer ones.
+    # The learning rate is constant after the warm-up, so that shorter runs have the losses of longer ones.
     *("--lr", "0.001", "--min-lr", "1", "--warmup", "10", "--resume", "auto"),
 ]
-STEPS = 300  # more than one host makes while another one starts
+STEPS = 300  # more steps than one host takes while another one starts
 TO_DISK = ("--checkpoint-every", "5")
 TO_MEMORY = ("--checkpoint-every", "100000", "--safety-copy-every", "5")
 Launcher = subprocess.Popen[Any]
@@ -55,7 +55,7 @@ def options(steps: int, out: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of an undisturbed run on two ranks. It saves nothing, which changes no number."""
+    """The losses of an undisturbed run on two ranks. It saves no checkpoints, which does not change losses."""
     out = tmp_path_factory.mktemp("calm") / "out"
     assert run_ranks(2, train_here, *options(STEPS, out)[1:]) == [0, 0]
     return losses(out)
@@ -78,13 +78,13 @@ def start(hosts: list[Host], steps: int, out: Path, first: Host, *more: str, **o
 
 
 def kill_ranks(launcher: Launcher) -> None:
-    """Kill the ranks of a launcher, which lives."""
+    """Kill the ranks of a launcher, but not the launcher."""
     for pid in ranks_of(launcher.pid):
         os.kill(pid, signal.SIGKILL)
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Return the processes that a launcher, or what has entered a host for it, has started as ranks."""
+    """Return the rank processes that a launcher has started, directly or through a process that enters a host."""
     below = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
     is_rank = {pid: b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes() for pid in below}
     return [rank for pid in below for rank in ([pid] if is_rank[pid] else ranks_of(pid))]
@@ -109,8 +109,8 @@ def wait_for_resume(out: Path, world: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_continues_after_killed_ranks_without_a_lost_host_and_with_a_new_one(hosts, calm, tmp_path):
-    """Ranks that are killed cost no number. Then one host loses its power, and is started again later on."""
+def test_run_continues_after_killed_ranks_lost_host_and_new_host(hosts, calm, tmp_path):
+    """Killed ranks do not change results. Then one host loses its power, and starts again later."""
     out = tmp_path / "out"
     first, second = hosts
     launched = start([first, second], STEPS, out, first)
@@ -137,7 +137,7 @@ def test_a_run_continues_after_killed_ranks_without_a_lost_host_and_with_a_new_o
 
 @dataclass(frozen=True)
 class Here:
-    """This machine, as if it were one of several hosts: copies in memory ask for a system's own /proc."""
+    """This machine in place of one of several hosts: copies in memory need the system's own /proc."""
 
     address: str = "127.0.0.1"
 
@@ -153,8 +153,8 @@ def copies_of(launchers: list[Launcher]) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_lost_host_is_restored_from_memory(calm, tmp_path):
-    """No checkpoint is ever written before the end, and no step is lost but those since the last copy."""
+def test_run_resumes_from_memory_copies_after_lost_host(calm, tmp_path):
+    """No checkpoint is written before the end. Only the steps since the last copy are lost."""
     steps = 60
     out = tmp_path / "out"
     with socket.socket() as probe:
@@ -175,7 +175,7 @@ def test_a_lost_host_is_restored_from_memory(calm, tmp_path):
     assert line["step"] >= 15
     assert line["step"] % 5 == 0
     assert wait_for(launchers[:1], 300) == [0], (tmp_path / "said").read_text()
-    while copies_of(launchers):  # pytest-timeout's to end
+    while copies_of(launchers):  # pytest-timeout ends an endless loop
         time.sleep(0.05)
     found = losses(out)
     assert found == pytest.approx({step: calm[step] for step in range(1, steps + 1)}, rel=1e-4)
@@ -183,7 +183,7 @@ def test_a_lost_host_is_restored_from_memory(calm, tmp_path):
     assert [found[step] for step in before] == [calm[step] for step in before]
 
 
-def test_copies_that_no_rank_would_load_are_refused(tmp_path):
+def test_unusable_safety_copies_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="does not restart lost ranks"):
         check_restarts(5, environ={})
     with pytest.raises(ConfigError, match="but this system lacks one of them"), pytest.MonkeyPatch.context() as patch:
@@ -193,7 +193,7 @@ def test_copies_that_no_rank_would_load_are_refused(tmp_path):
         check(parse_settings(["--safety-copy-every", "5"]), 2)
 
 
-def test_a_launcher_that_could_not_start_ranks_again_is_refused():
+def test_launcher_that_cannot_restart_ranks_is_rejected():
     shared = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with pytest.raises(ConfigError, match=r"--max-restarts 3: .* Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         check_restarts(environ=shared)

@@ -1,4 +1,4 @@
-"""Every example does what it says, without a warning, and ends cleanly."""
+"""Every example prints the documented results, without warnings, and exits cleanly."""
 
 import contextlib
 import gzip
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sklearn.datasets  # the ranks are forked from a server that imports what is imported here
+import sklearn.datasets  # the server that forks ranks imports the modules of this file
 import torch.distributed as dist
 
 from fullshard.cli import main
 from fullshard.testing import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# In workers, warnings are errors as they are here; torchrun itself would tell that it sets the number of threads.
+# Warnings are errors in workers as well. OMP_NUM_THREADS is set because torchrun warns otherwise.
 TORCHRUN_ENV = {**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
 
 
@@ -52,7 +52,7 @@ def assert_learns(line: str) -> None:
     assert last < 0.6 * first
 
 
-def test_the_ladder_has_eight_rungs_that_name_their_command():
+def test_each_of_eight_examples_states_its_command():
     names = sorted(path.name for path in EXAMPLES.glob("*.py"))
     assert [name[0] for name in names] == list("12345678")
     for name in names:
@@ -61,7 +61,7 @@ def test_the_ladder_has_eight_rungs_that_name_their_command():
 
 
 @pytest.mark.slow
-def test_eight_lines_by_torchrun():
+def test_eight_lines_example_trains_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, EXAMPLES / "1_eight_lines.py"], env=TORCHRUN_ENV, capture_output=True, text=True, timeout=300
@@ -73,13 +73,13 @@ def test_eight_lines_by_torchrun():
     assert "keeps (512, 256)" in kept
 
 
-def test_eight_lines_are_marked():
+def test_eight_lines_example_numbers_its_lines():
     lines = [line for line in (EXAMPLES / "1_eight_lines.py").read_text().splitlines() if re.search(r"# \d", line)]
     assert sorted(re.search(r"# (\d)", line)[1] for line in lines) == list("12345678")
 
 
 @pytest.mark.slow
-def test_wrapper():
+def test_wrapper_example_prints_units_and_dtypes():
     *structure, units, dtypes, learned = printed_by(2, "2_wrapper.py").splitlines()
     assert sum("FullyShardedDataParallel" in line for line in structure) == 2  # the root, and "(0-2): 3 x ..."
     assert units == "units: 4"
@@ -88,7 +88,7 @@ def test_wrapper():
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_wrap_by_hand(world):
+def test_wrap_by_hand_example_matches_plain_training(world):
     *structure, plain, sharded = printed_by(world, "3_wrap_by_hand.py").splitlines()
     assert sum("FullyShardedDataParallel" in line for line in structure) == 3
     assert_learns(sharded)
@@ -100,7 +100,7 @@ def accuracies(printed: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_digits():
+def test_digits_example_has_same_accuracy_for_ddp_and_units():
     printed = printed_by(2, "4_digits.py", "--epochs", "3")
     by_way = accuracies(printed)
     assert list(by_way) == ["DDP", "one unit", "units by size"]
@@ -112,7 +112,7 @@ def test_digits():
 
 
 @pytest.mark.slow
-def test_digits_from_idx_files(tmp_path):
+def test_digits_example_reads_idx_files(tmp_path):
     data = sklearn.datasets.load_digits()
     for split, chosen in (("train", slice(0, 320)), ("t10k", slice(320, 480))):
         images = (data.images[chosen] * 255 / 16).astype(np.uint8)
@@ -128,14 +128,14 @@ def write_idx(path: Path, array: np.ndarray) -> None:
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-def test_digits_state_which_file_is_missing(tmp_path):
+def test_digits_example_names_missing_file(tmp_path):
     mnist = runpy.run_path(str(EXAMPLES / "4_digits.py"))["mnist"]
     with pytest.raises(SystemExit, match=r"neither train-images-idx3-ubyte nor train-images-idx3-ubyte.gz"):
         mnist(tmp_path)
 
 
 @pytest.mark.slow
-def test_hybrid():
+def test_hybrid_example_prints_ranks_and_collectives():
     ranks, placed, gathers, scatters, reductions, learned = printed_by(4, "5_hybrid.py").splitlines()
     assert ranks == "shards within ranks [0, 1], replicas on ranks [0, 2]"
     assert placed.endswith("(Replicate(), Shard(dim=0))")
@@ -147,7 +147,7 @@ def test_hybrid():
 
 
 @pytest.mark.slow
-def test_meta_device():
+def test_meta_device_example_trains_and_loads_model():
     on_meta, learned, loaded = printed_by(2, "6_meta_device.py").splitlines()
     assert on_meta == "on the meta device when sharded: True"
     assert_learns(learned)
@@ -156,8 +156,8 @@ def test_meta_device():
 
 
 @pytest.mark.slow
-def test_a_long_context_has_the_losses_of_one_process():
-    """Attention sees whole sequences. Parts and heads are exchanged, and nothing else changes."""
+def test_long_context_example_matches_single_process_losses():
+    """Attention sees whole sequences: ranks exchange sequence parts and heads, and nothing else changes."""
     whole, *_, alone = printed_by(1, "8_long_context.py").splitlines()
     parts, placed, learned = printed_by(4, "8_long_context.py").splitlines()
     assert whole == "each rank has 32 of 32 positions, of 32 of 32 sequences"
@@ -173,19 +173,19 @@ def parity(*options: str) -> int:
 
 
 @pytest.mark.slow
-def test_parity(capsys):
+def test_parity_example_agrees_bitwise(capsys):
     assert parity("--wrap=Block") == 0
     assert capsys.readouterr().out.endswith("All 1 agree with the plain process bit for bit.\n")
 
 
 @pytest.mark.slow
-def test_parity_sees_what_is_careless(capsys):
+def test_parity_example_detects_careless_model(capsys):
     assert parity(f"--model={EXAMPLES / '7_parity.py'}:make_careless_model") == 1
     assert "zero3, 2 ranks: differs: gradient of embedding.weight, step 1, rank 0" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_parity_as_a_script():
+def test_parity_example_runs_as_script():
     command = [sys.executable, EXAMPLES / "7_parity.py"]
     done = subprocess.run(command, env=TORCHRUN_ENV, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

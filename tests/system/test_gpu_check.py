@@ -29,7 +29,7 @@ PLANTED = [
 
 
 @pytest.mark.slow
-def test_parts_that_fail_or_hang_are_reported_so_and_the_others_run(tmp_path):
+def test_failed_and_hanging_parts_are_reported_and_other_parts_run(tmp_path):
     stated: list[str] = []
     found = check(PLANTED, tmp_path / "found.json", stated.append)
     assert {name: each["verdict"] for name, each in found.items()} == {
@@ -48,8 +48,8 @@ def test_parts_that_fail_or_hang_are_reported_so_and_the_others_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_part_has_started_ends_with_it(tmp_path):
-    """A rank that hangs would keep the GPU."""
+def test_child_processes_of_timed_out_part_are_killed(tmp_path):
+    """A hanging rank would otherwise keep the GPU."""
     kept = tmp_path / "child"
     child = f"import time; time.sleep(3); open({str(kept)!r}, 'w')"
     code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
@@ -59,17 +59,17 @@ def test_what_a_part_has_started_ends_with_it(tmp_path):
     assert not kept.exists()
 
 
-def test_no_part_begins_when_no_time_is_left(tmp_path):
+def test_part_is_skipped_when_no_time_is_left(tmp_path):
     found = check(PLANTED[1:2], tmp_path / "found.json", print, seconds=1)
     assert found["fails"]["verdict"] == LEFT_OUT
 
 
-def test_limits_leave_ten_minutes():
+def test_part_time_limits_sum_to_about_ten_minutes():
     """Limits are those of one GPU: parts for several GPUs are skipped within seconds."""
     assert sum(part.limit_s for part in parts(dry=False) if part.name != "several GPUs") < 620
 
 
-def test_tests_before_a_hang_are_reported():
+def test_outcomes_before_hang_are_reported():
     stated = (
         "tests/engine/test_gpu.py::test_a[late streams] PASSED    [ 10%]\n"
         "tests/engine/test_gpu.py::test_b FAILED [ 20%]\n"
@@ -83,19 +83,19 @@ def test_tests_before_a_hang_are_reported():
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
-def test_without_a_gpu_it_states_so_in_one_line():
+def test_gpu_check_without_gpu_prints_one_line():
     ran = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
     assert ran.returncode == 2
     assert ran.stderr.count("\n") == 1 and "--dry" in ran.stderr
 
 
-def test_it_names_what_is_missing(monkeypatch):
+def test_gpu_check_names_missing_packages(monkeypatch):
     monkeypatch.setattr(gpu_check, "NEEDS", ("torch", "no_such_package"))
     assert gpu_check.missing() == ["no_such_package"]
 
 
 @pytest.mark.slow
-def test_its_tests_need_only_what_it_names():
+def test_gpu_check_tests_import_only_declared_packages():
     """A rented machine has few packages; torch itself needs jinja2."""
     requirements = tomllib.loads((gpu_check.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     missing = {re.split(r"[><=]", name)[0].replace("-", "_") for name in requirements} - {*gpu_check.NEEDS, "jinja2"}
@@ -111,7 +111,7 @@ def test_its_tests_need_only_what_it_names():
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
-def test_the_facts_and_the_prediction_are_written_in_a_dry_run(tmp_path):
+def test_dry_gpu_check_writes_facts_and_prediction(tmp_path):
     path = tmp_path / "found.json"
     chosen = "facts,prediction"
     ran = subprocess.run(

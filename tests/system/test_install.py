@@ -1,4 +1,4 @@
-"""A clone installs its requirements once, and no more than needed, and finds them in any folder."""
+"""A clone installs its requirements once, installs no more than needed, and works in any folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ esac
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder to call make in, all of whose files are old."""
+    """A folder for calling make, with files that have old timestamps."""
     for name in MAKES:
         shutil.copy(ROOT / name, tmp_path)
         os.utime(tmp_path / name, (1000, 1000))
@@ -55,7 +55,7 @@ def pip_calls(clone: Path, target: str, *options: str, fails: bool = False) -> l
 
 
 def installed_by(clone: Path, target: str, *, fails: bool = False) -> list[str]:
-    """What `make target` lets pip install, by options."""
+    """Return the requirements that `make target` installs."""
     lines = pip_calls(clone, target, fails=fails)
     assert all("-c constraints.txt" in line for line in lines)
     return [line.split("-e ")[1] for line in lines]
@@ -65,13 +65,13 @@ def installed_by(clone: Path, target: str, *, fails: bool = False) -> list[str]:
     ("target", "needs"),
     [("train", "."), ("bench", ".[bench]"), ("test", ".[dev]"), ("lint", ".[dev]"), ("docs", ".[docs]")],
 )
-def test_what_is_needed_is_installed_once(clone, target, needs):
+def test_make_target_installs_its_requirements_once(clone, target, needs):
     assert installed_by(clone, target) == [needs]
     assert installed_by(clone, target) == []
     assert installed_by(clone, "train") == []
 
 
-def test_training_dependencies_are_installed_first(clone):
+def test_make_installs_only_missing_requirements(clone):
     assert [installed_by(clone, target) for target in ("train", "test", "train", "bench", "test")] == [
         ["."],
         [".[dev]"],
@@ -81,7 +81,7 @@ def test_training_dependencies_are_installed_first(clone):
     ]
 
 
-def test_another_torch_is_installed_in_another_environment(clone):
+def test_make_test_torch_installs_in_separate_environment(clone):
     (call,) = pip_calls(clone, "test-torch", "TORCH=2.12.1")
     assert call.endswith("-c .venv-torch-2.12.1/constraints.txt torch==2.12.1 -e .[dev]")
     pinned = (clone / ".venv-torch-2.12.1" / "constraints.txt").read_text()
@@ -92,14 +92,14 @@ def test_another_torch_is_installed_in_another_environment(clone):
 
 
 @pytest.mark.parametrize("target", ["train", "test"])
-def test_an_installation_that_was_cut_short_is_taken_up_again(clone, target):
+def test_make_repeats_failed_installation(clone, target):
     installed_by(clone, target, fails=True)
     assert len(installed_by(clone, target)) == 1
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
 @pytest.mark.parametrize("target", ["train", "test"])
-def test_what_is_needed_otherwise_is_installed_again(clone, target, changed):
+def test_make_reinstalls_after_requirement_files_change(clone, target, changed):
     installed_by(clone, target)
     for stamp in (clone / ".venv").glob(".installed*"):
         os.utime(stamp, (2000, 2000))
@@ -108,19 +108,19 @@ def test_what_is_needed_otherwise_is_installed_again(clone, target, changed):
 
 
 @pytest.mark.slow
-def test_a_clone_in_a_folder_of_the_package_s_name_does_not_hide_it(tmp_path):
+def test_clone_folder_named_like_package_does_not_hide_package(tmp_path):
     """Scripts next to the folder, or Python started there, would find the folder first, as a namespace package."""
     clone, wheels, environment = (tmp_path / name for name in ("fullshard", "wheels", "environment"))
     shutil.copytree(ROOT / "src", clone / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
     wheels.mkdir()
-    build = f"from setuptools.build_meta import build_editable; build_editable({str(wheels)!r})"  # what pip calls
+    build = f"from setuptools.build_meta import build_editable; build_editable({str(wheels)!r})"  # pip calls it
     subprocess.run([sys.executable, "-c", build], cwd=clone, capture_output=True, check=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     paths = {"base": str(environment), "platbase": str(environment)}
     site = Path(sysconfig.get_path("purelib", "venv", paths))
-    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # torch, for one
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # makes torch and other packages importable
     with zipfile.ZipFile(next(wheels.iterdir())) as wheel:
         wheel.extractall(site)
     (tmp_path / "script.py").write_text(

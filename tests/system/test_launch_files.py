@@ -1,4 +1,4 @@
-"""The launch files of the docs start what there is: torchrun and `fullshard train` know every option in them."""
+"""The launch files of the docs are valid: torchrun and `fullshard train` accept every option in them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def start_job(folder: Path, srun: str) -> subprocess.Popen[bytes]:
 
 
 @needs_save_timeout
-def test_the_slurm_script_starts_the_trainer_and_hands_on_its_exit_code(tmp_path):
+def test_slurm_script_starts_trainer_and_returns_its_exit_code(tmp_path):
     with start_job(tmp_path, f'test "${OWN_STORE}" = 1 && exit 3') as job:
         assert job.wait() == 3
     *reported, _ = (tmp_path / "told").read_text().split("\0")
@@ -67,10 +67,10 @@ def test_the_slurm_script_starts_the_trainer_and_hands_on_its_exit_code(tmp_path
     assert not (tmp_path / "queued").exists()
 
 
-def test_a_slurm_job_whose_time_is_up_ends_its_ranks_first_and_is_queued_again(tmp_path):
+def test_slurm_job_out_of_time_stops_ranks_and_is_requeued(tmp_path):
     ends = f'echo $$ > {tmp_path}/srun.pid; trap "touch {tmp_path}/saved; exit 1" TERM; while :; do sleep 0.05; done'
     with start_job(tmp_path, ends) as job:
-        while not (tmp_path / "told").exists():  # pytest-timeout's to end
+        while not (tmp_path / "told").exists():  # pytest-timeout ends an endless loop
             time.sleep(0.05)
         time.sleep(0.2)  # until the traps are set
         job.send_signal(signal.SIGTERM)
@@ -80,7 +80,7 @@ def test_a_slurm_job_whose_time_is_up_ends_its_ranks_first_and_is_queued_again(t
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
 
 
-def test_slurm_directives_precede_the_commands_of_the_script():
+def test_slurm_directives_precede_first_command():
     """Slurm stops at the first command, and ignores all directives after it."""
     lines = (LAUNCH / "slurm.sh").read_text().splitlines()
     first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
@@ -94,7 +94,7 @@ def trainer_documents() -> tuple[dict, dict]:
     return runtime, job
 
 
-def test_kubeflow_trainer_knows_every_field_of_its_documents():
+def test_kubeflow_trainer_schemas_accept_every_field():
     """The published schemas ignore unknown keys: the result must equal the input."""
     runtime, job = trainer_documents()
     assert TrainerV1alpha1ClusterTrainingRuntime.from_dict(runtime).to_dict() == runtime
@@ -102,16 +102,16 @@ def test_kubeflow_trainer_knows_every_field_of_its_documents():
 
 
 @needs_save_timeout
-def test_the_job_of_kubeflow_trainer_starts_the_trainer():
+def test_kubeflow_job_starts_trainer_with_valid_command():
     runtime, job = trainer_documents()
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    assert "torch" in runtime["spec"]["mlPolicy"]  # or no pod would know the first one's address
+    assert "torch" in runtime["spec"]["mlPolicy"]  # otherwise pods do not know the address of the first pod
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     assert node["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
     lost = node["template"]["spec"]
     assert lost["backoffLimit"] > 0
     pod = lost["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"  # what a podFailurePolicy demands
+    assert pod["restartPolicy"] == "Never"  # required by podFailurePolicy
     (container,) = pod["containers"]
     assert node["name"] == container["name"] == "node"
     assert {"name": OWN_STORE, "value": "1"} in container["env"]
@@ -128,7 +128,7 @@ def test_the_job_of_kubeflow_trainer_starts_the_trainer():
     assert mounted["runs"] in out.parents
 
 
-def test_the_image_has_what_the_package_is_built_from():
+def test_dockerfile_copies_all_build_inputs():
     copied = [
         line.split()[1:-1] for line in (LAUNCH / "Dockerfile").read_text().splitlines() if line.startswith("COPY")
     ]
@@ -137,7 +137,7 @@ def test_the_image_has_what_the_package_is_built_from():
     assert {"pyproject.toml", "src", project["readme"]} <= {name for names in copied for name in names}
 
 
-def test_the_command_of_the_page_is_one_that_there_is():
+def test_recovery_page_command_is_valid():
     first, command = code_blocks(page("docs/recovery.md"), "sh")[0].replace("\\\n", " ").strip().splitlines()
     assert first == f"export {OWN_STORE}=1"
     check_command(shlex.split(command), hosts="1:4", world=32)

@@ -1,4 +1,4 @@
-"""Two hosts with a network each: the numbers of one host, and on the cable what `docs/networks.md` says."""
+"""Two hosts with separate networks: results equal those of one host, and traffic equals `docs/networks.md`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from fullshard import Placement, Placements, ShardingStrategy, clip_grad_norm_, 
 from fullshard.comm.mesh import default_mesh
 from fullshard.testing import assert_same, run_ranks
 
-pytestmark = pytest.mark.slow  # two hosts take their time to start
+pytestmark = pytest.mark.slow  # starting two hosts takes long
 
-HOSTS, RANKS = 2, 2  # hosts, and ranks of each
+HOSTS, RANKS = 2, 2  # number of hosts, and ranks per host
 S, G = Placement.SHARDED, Placement.GROUPED
 HPZ = Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S)
 HFSDP = Placements(parameters=G, parameters_in_step=G, gradients=G, optimizer=S)
@@ -41,14 +41,14 @@ class Report:
     """The report of a rank on two hosts."""
 
     host: str
-    shards_with: list[int]  # ranks of its shard axis, on the mesh that hsdp takes by itself
-    numbers: dict[str, Any]  # that training gives, by strategy
-    sent: dict[str, float]  # bytes that its host sends to the other one in a step, by strategy
+    shards_with: list[int]  # ranks of its shard dimension, on the default mesh of hsdp
+    numbers: dict[str, Any]  # results of training, by strategy
+    sent: dict[str, float]  # bytes that its host sends to the other host per step, by strategy
 
 
 @pytest.fixture(scope="module")
 def reports(hosts: tuple[Host, Host]) -> list[Report]:
-    """Return the reports of all ranks. torchrun takes seconds to start, so it does so once."""
+    """Return the reports of all ranks. torchrun takes seconds to start, so it starts once per module."""
     return run_on_hosts(hosts, report, ranks=RANKS)
 
 
@@ -61,7 +61,7 @@ def report() -> Report:
     )
 
 
-def test_a_host_s_ranks_are_those_that_hsdp_shards_over(reports):
+def test_default_hsdp_mesh_shards_within_host(reports):
     for rank, visited in enumerate(reports):
         assert visited.shards_with == [other for other, peer in enumerate(reports) if peer.host == visited.host]
         assert rank in visited.shards_with
@@ -84,13 +84,13 @@ with two_hosts() as hosts:
 def processes_of(networks: list[str]) -> list[str]:
     found = []
     for link in Path("/proc").glob("[0-9]*/ns/net"):
-        with suppress(OSError):  # it has just ended, or is somebody else's
+        with suppress(OSError):  # the process has just ended, or belongs to another user
             found += [str(link)] if os.readlink(link) in networks else []
     return found
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_hosts_end_with_the_program_that_made_them(hosts, killed, tmp_path):
+def test_hosts_end_with_their_creator_process(hosts, killed, tmp_path):
     options = {"cwd": Path(__file__).parents[1], "env": {**os.environ, "TMPDIR": str(tmp_path)}}
     command = [sys.executable, "-c", MAKES_HOSTS]
     with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, **options) as program:
@@ -98,7 +98,7 @@ def test_hosts_end_with_the_program_that_made_them(hosts, killed, tmp_path):
         assert len(processes_of(networks)) >= 2 * len(networks)
         if killed:
             program.kill()
-    while processes_of(networks):  # pytest-timeout's to end
+    while processes_of(networks):  # pytest-timeout ends an endless loop
         time.sleep(0.05)
 
 
@@ -106,7 +106,7 @@ def test_hosts_end_with_the_program_that_made_them(hosts, killed, tmp_path):
 
 
 def train_under_each(options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The numbers that training gives under the strategies named, with these options of `fully_shard` besides."""
+    """Return the training results for each named strategy, with these additional options of `fully_shard`."""
     numbers = {}
     for name, chosen in options.items():
         model = shard(small_gpt(blocks=2), **{"strategy": STRATEGIES[name], **chosen})
@@ -127,7 +127,7 @@ def train_on_one_host() -> dict[str, Any]:
     )
 
 
-def test_two_hosts_train_to_the_bits_of_one(reports):
+def test_training_on_two_hosts_matches_one_host_bitwise(reports):
     expected = run_ranks(HOSTS * RANKS, train_on_one_host)
     assert_same([visited.numbers for visited in reports], expected)
 
@@ -159,8 +159,8 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_the_train_command_gives_the_bits_of_one_host_and_needs_no_folder_that_hosts_share(hosts, tmp_path):
-    text = ROOT / "docs"  # a folder: hosts make a file of it, each its own
+def test_train_command_matches_one_host_bitwise_without_shared_folder(hosts, tmp_path):
+    text = ROOT / "docs"  # a folder: each host writes a separate file from it
     with (tmp_path / "output").open("w") as output:
         options = {"stdout": output, "stderr": STDOUT}
         started = torchrun(hosts, "-m", *fullshard_train(text), ranks=RANKS, **options)
@@ -169,8 +169,8 @@ def test_the_train_command_gives_the_bits_of_one_host_and_needs_no_folder_that_h
     one, first, second = (folder / "run" for folder in (tmp_path, *(host.folder for host in hosts)))
     assert (first / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
     assert losses(first) == losses(one)
-    assert len(losses(one)) == 4 + 1  # of every step, and of the validation at the end
-    assert {path.name for path in second.iterdir()} == {".text", "report"}  # its own ranks' records
+    assert len(losses(one)) == 4 + 1  # one per step, and one of the final validation
+    assert {path.name for path in second.iterdir()} == {".text", "report"}  # files of the ranks on this host
 
 
 # -- traffic ----------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def sent_in_a_step(strategy: Any) -> float:
 
 
 @pytest.mark.parametrize("formula", rows(section(page("docs/networks.md"), "Bytes")), ids=lambda row: row[0])
-def test_what_crosses_between_hosts_is_what_the_formulas_state(formula, reports):
+def test_traffic_between_hosts_matches_formulas(formula, reports):
     name, expression = formula[:2]
     whole = (LAYERS + 1) * UNIT_BYTES
     known = {"P": whole, "G": whole, "root": UNIT_BYTES, "k": MICROBATCHES, "s": 1, "h": HOSTS, "g": RANKS}
@@ -240,12 +240,12 @@ SILENCE_S = 8
 
 
 def steps_of(path: Path) -> int:
-    """How many steps a rank says it has done; it may be about to write."""
+    """Return the number of steps that a rank reports; 0 while its file is being written."""
     return int((path.read_text() if path.exists() else "") or 0)
 
 
-def test_a_short_silence_is_survived_and_after_a_long_one_every_rank_ends_and_states_why(hosts, tmp_path):
-    """Includes ranks that cannot reach the store. They start without torchrun, whose agent ends minutes later."""
+def test_short_network_outage_is_survived_and_long_outage_ends_ranks(hosts, tmp_path):
+    """This includes ranks that cannot reach the store. Torchrun is not used, because its agent exits minutes later."""
     ranks = range(HOSTS * RANKS)
     trains, stated = ([tmp_path / f"{what}{rank}" for rank in ranks] for what in ("trains", "said"))
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
@@ -267,7 +267,7 @@ def test_a_short_silence_is_survived_and_after_a_long_one_every_rank_ends_and_st
         hosts[1].plug(False)
         time.sleep(SILENCE_S - 3)
         hosts[1].plug(True)
-        await_step(max(steps_of(path) for path in trains) + 1)  # one that is begun and ended with the cable in
+        await_step(max(steps_of(path) for path in trains) + 1)  # a step that starts and ends while connected
         hosts[1].plug(False)
         codes = wait_for(started, 90)
     finally:
@@ -276,5 +276,5 @@ def test_a_short_silence_is_survived_and_after_a_long_one_every_rank_ends_and_st
             host.stop_all()
     assert all(codes), codes
     assert all(" was lost: " in text.read_text() for text in stated)
-    for rank, lost in ((0, 3), (2, 1)):  # each watches the one before it
+    for rank, lost in ((0, 3), (2, 1)):  # each rank watches the previous rank
         assert f"rank {lost} was lost: its host does not answer" in stated[rank].read_text()

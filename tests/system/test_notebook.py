@@ -28,7 +28,7 @@ def pictures(notebook: Any) -> int:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of the kernel's client
-def test_the_notebook_runs_and_gives_the_stored_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_output_matches_stored_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     stored = nbformat.read(NOTEBOOK, as_version=4)
@@ -38,11 +38,11 @@ def test_the_notebook_runs_and_gives_the_stored_outputs(tmp_path: Path, monkeypa
             cell.outputs = []
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert pictures(notebook) == 3
-    assert pictures(stored) == 0  # each run makes other bytes of them
+    assert pictures(stored) == 0  # their bytes differ between runs
     assert printed(notebook) == printed(stored)
 
 
-def test_the_notebook_has_no_paths_of_a_machine() -> None:
+def test_notebook_has_no_machine_paths_or_tracebacks() -> None:
     text = NOTEBOOK.read_text()
     cells = json.loads(text)["cells"]
     assert not any(path in text for path in (str(Path.home()), str(ROOT), gettempdir()))

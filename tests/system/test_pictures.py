@@ -1,4 +1,4 @@
-"""The pictures of the documentation are what the code draws now."""
+"""The stored pictures of the documentation equal those that the code draws."""
 
 import subprocess
 import sys
@@ -10,8 +10,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.slow
-def test_pictures_are_those_of_the_code(tmp_path):
-    """If a change of the engine is meant to change them, run `make pictures`."""
+def test_stored_pictures_match_generated_pictures(tmp_path):
+    """If an intended change of the engine changes the pictures, run `make pictures`."""
     subprocess.run([sys.executable, "-W", "ignore", str(DOCS / "pictures.py"), str(tmp_path)], check=True)
     stored, drawn = (
         {path.name: path.read_text() for path in folder.glob("*.svg")} for folder in (DOCS / "pictures", tmp_path)

@@ -1,4 +1,4 @@
-"""The documentation site: it builds without warnings and without a network, and its links lead somewhere."""
+"""The documentation site: it builds without warnings and without a network, and its links resolve."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def is_local(link: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # 30 s, several times as long on a busy machine
-def test_links_and_anchors_exist(site: Path) -> None:
+def test_site_links_and_anchors_resolve(site: Path) -> None:
     broken = []
     for path in site.rglob("*.html"):
         for link in filter(is_local, links(path)):
@@ -79,7 +79,7 @@ def test_links_and_anchors_exist(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_page_is_within_two_clicks_of_the_start(site: Path) -> None:
+def test_every_page_is_within_two_clicks_of_index(site: Path) -> None:
     reached = {site / "index.html"}
     for _ in range(2):
         reached |= {target_of(path, link)[0] for path in reached for link in filter(is_local, links(path))}
@@ -88,7 +88,7 @@ def test_every_page_is_within_two_clicks_of_the_start(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pages_load_nothing_from_a_network(site: Path) -> None:
+def test_site_pages_load_no_external_resources(site: Path) -> None:
     for path in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|iframe)[^>]*\bsrc="([^"]+)"', content(path))
         loaded += re.findall(r'<link[^>]*rel="(?:stylesheet|preload|icon)[^>]*href="([^"]+)"', content(path))
@@ -96,7 +96,7 @@ def test_pages_load_nothing_from_a_network(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_search_works_from_the_file_system(site: Path) -> None:
+def test_search_index_loads_from_file_system(site: Path) -> None:
     """The index is a script, which browsers load from files, and it has the words of pages and public names."""
     index = (site / "searchindex.js").read_text()
     assert index.startswith("Search.setIndex(")
@@ -116,7 +116,7 @@ def test_search_finds_pages_in_a_browser(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pages_begin_with_a_sentence(site: Path) -> None:
-    """It says which task the page is for."""
+def test_site_pages_begin_with_sentence(site: Path) -> None:
+    """The first sentence states the task of the page."""
     pages = [path for path in site.glob("*.html") if path.name not in INDEXES]
     assert [path.name for path in pages if not re.search(r"</h1>\s*<p>", content(path))] == []

@@ -1,4 +1,4 @@
-"""The Slurm recipe under Slurm itself, on two nodes of this machine: stopped, lost in part, and queued again."""
+"""The Slurm recipe under real Slurm, on two nodes of this machine: a job is stopped, loses a node, is requeued."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ exec /bin/sleep 1
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """A torchrun that starts little, and a sleep that is short."""
+    """A folder with a torchrun that starts a small run, and a sleep that lasts one second."""
     folder = tmp_path / "programs"
     folder.mkdir()
     small = [*TRAIN[1:], "--accumulate", "1", "--steps", str(STEPS), "--checkpoint-every", "25"]
@@ -75,7 +75,7 @@ def wait_for_resumes(out: Path, count: int) -> None:
 
 
 def wait_until_done(slurm: Slurm, job: int) -> None:
-    """Until the job has ended; it must have ended well."""
+    """Wait until the job has completed with exit code 0."""
     deadline = time.monotonic() + 100
     while (state := slurm.job(job))["JobState"] != "COMPLETED":
         assert time.monotonic() < deadline, state
@@ -83,8 +83,8 @@ def wait_until_done(slurm: Slurm, job: int) -> None:
     assert state["ExitCode"] == "0:0"
 
 
-def test_a_job_that_has_to_stop_or_loses_its_first_node_is_queued_again(programs, tmp_path):
-    """It continues with the saved state, and has the results of an undisturbed run."""
+def test_slurm_job_is_requeued_after_stop_and_after_lost_first_node(programs, tmp_path):
+    """The job resumes from the saved state, and its losses equal those of an undisturbed run."""
     out, calm = tmp_path / "out", tmp_path / "calm"
     with cluster(tmp_path) as slurm:
         job = submit(slurm, out, programs)
@@ -95,7 +95,7 @@ def test_a_job_that_has_to_stop_or_loses_its_first_node_is_queued_again(programs
         assert saved > reached
         wait_for_step(out, saved + 10)
         slurm.hosts[0].stop_all()  # and the job's script with it: Slurm keeps what is left of the job
-        while slurm.job(job)["NodeList"] == "a[1-2]":  # pytest-timeout's to end
+        while slurm.job(job)["NodeList"] == "a[1-2]":  # pytest-timeout ends an endless loop
             time.sleep(0.2)
         slurm.start_daemon(0, "slurmd")
         wait_until_done(slurm, job)

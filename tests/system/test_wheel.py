@@ -1,4 +1,4 @@
-"""The distributions are complete, and the wheel works in an environment with the dependencies that it states only.
+"""The distributions are complete, and the wheel works in an environment with only its declared dependencies.
 
 The environment has links to these packages of the environment that runs the tests, so no network is needed.
 """
@@ -81,7 +81,7 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
     return done.stdout
 
 
-def test_a_missing_extra_is_one_line_that_names_it(environment: Path, tmp_path: Path) -> None:
+def test_missing_extra_is_reported_with_pip_command(environment: Path, tmp_path: Path) -> None:
     extras = set(PROJECT["optional-dependencies"]) - TOOLS - NOT_NEEDED
     command = [str(environment / "bin" / "python"), "-c", USE_EXTRAS, *extras]
     found = json.loads(run(command, tmp_path, PYTHONPATH=str(ROOT / "src")))
@@ -93,7 +93,7 @@ def test_a_missing_extra_is_one_line_that_names_it(environment: Path, tmp_path: 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built without a build environment, which would need a network, and checked by twine."""
+    """The wheel, checked by twine. It is built without build isolation, which would need a network."""
     folder = tmp_path_factory.mktemp("wheel")
     dist, source = folder / "dist", folder / "source"
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -110,7 +110,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_all_files_of_the_package(wheel: Path) -> None:
+def test_wheel_contains_all_package_files(wheel: Path) -> None:
     ignored = ("__pycache__", "egg-info")
     source = [path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*") if path.is_file()]
     with zipfile.ZipFile(wheel) as archive:
@@ -121,7 +121,7 @@ def test_the_wheel_has_all_files_of_the_package(wheel: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # 30 s, several times as long on a busy machine
-def test_the_wheel_works_without_the_source_tree(wheel: Path, environment: Path, tmp_path: Path) -> None:
+def test_wheel_works_without_source_tree(wheel: Path, environment: Path, tmp_path: Path) -> None:
     python = str(environment / "bin" / "python")
     run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", str(wheel)], tmp_path)
     for command, expected in (

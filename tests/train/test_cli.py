@@ -29,7 +29,7 @@ PLAN = [
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The command lines that ranks were started with; none is really started."""
+    """Command lines of started ranks. No rank is actually started."""
     starts: list[list[str]] = []
 
     def launch(module: str, argv: list[str], ranks: int, *, patience_s: int) -> int:
@@ -75,7 +75,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (["--activation-checkpointing=yes"], "takes no value"),
     ],
 )
-def test_bad_input_is_one_line_exit_code_2_and_no_process(
+def test_train_rejects_bad_input_before_starting_processes(
     argv: list[str], words: str, tmp_path: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = tmp_path / "short.txt"
@@ -95,7 +95,7 @@ def test_bad_input_is_one_line_exit_code_2_and_no_process(
     assert started == []
 
 
-def test_every_rank_refuses_bad_input_and_the_first_states_so(
+def test_bad_input_is_rejected_on_every_rank_and_printed_by_rank_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -105,7 +105,7 @@ def test_every_rank_refuses_bad_input_and_the_first_states_so(
         assert ("torchrun started 4 ranks" in capsys.readouterr().err) == (rank == "0")
 
 
-def test_ranks_are_started_with_the_users_words_and_a_folder_of_their_own(
+def test_train_starts_ranks_with_given_options_and_new_run_folder(
     started: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -116,14 +116,14 @@ def test_ranks_are_started_with_the_users_words_and_a_folder_of_their_own(
     assert started == [[*words, "runs/nano-zero3-1", "3"], [*words, "runs/nano-zero3-2", "3"]]
 
 
-def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_subcommands_and_suggests_close_match(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
     assert main(["trian"]) == 2
     assert "Did you mean train?" in capsys.readouterr().err
 
 
-def test_versions_are_those_that_a_report_of_a_problem_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_lists_fullshard_torch_python_and_backends(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     found = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
     assert list(found) == ["fullshard", "torch", "python", "backends"]
@@ -132,7 +132,7 @@ def test_versions_are_those_that_a_report_of_a_problem_needs(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_completion_knows_every_subcommand_and_option(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_script_covers_every_subcommand_and_option(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     for name, command in commands().items():
@@ -154,7 +154,7 @@ def test_completion_knows_every_subcommand_and_option(shell: str, capsys: pytest
         ("checkpoint export --max", "--max"),
     ],
 )
-def test_bash_completes(words: str, offered: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_prefix(words: str, offered: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["completion", "bash"])
     script = tmp_path / "fullshard.bash"
     script.write_text(capsys.readouterr().out)
@@ -167,12 +167,12 @@ def test_bash_completes(words: str, offered: str, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("shell", [[], ["tcsh"], ["bash", "zsh"]])
-def test_completion_of_other_shells_is_refused(shell: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_rejects_unsupported_shell(shell: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", *shell]) == 2
     assert "expected one of bash, zsh, fish, but found" in capsys.readouterr().err
 
 
-def test_help_explains_every_option_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_help_groups_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", "--help"])
     assert end.value.code == 0
@@ -195,7 +195,7 @@ def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_leaves_everything_behind_and_states_what_it_reached(tmp_path: Path) -> None:
+def test_train_command_writes_all_files_and_prints_result(tmp_path: Path) -> None:
     out = tmp_path / "run"
     ended = command("train", "--ranks", "2", "--text", __file__, "--out", str(out), *QUICK)
     assert ended.returncode == 0, ended.stderr
@@ -218,7 +218,7 @@ def test_a_run_on_two_ranks_leaves_everything_behind_and_states_what_it_reached(
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["checkpoint", "--help"], ["plan", "--strategies"]])
-def test_a_closed_pipe_ends_a_command_without_a_traceback(argv: list[str]) -> None:
+def test_closed_pipe_ends_command_without_traceback(argv: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -238,8 +238,8 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback(argv: list[str]) -> No
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_objects_of_triton_are_freed_at_exit(is_loaded: bool) -> None:
-    """Triton 3.9 reports all others on stderr. The exit function of this test runs after that of the command."""
+def test_gc_is_unfrozen_at_exit_if_triton_is_loaded(is_loaded: bool) -> None:
+    """Triton 3.9 reports objects that are not freed on stderr. This test's exit function runs after the command's."""
     lines = (
         "import atexit, gc, sys, types",
         f"sys.modules.update(triton=types.ModuleType('triton')) if {is_loaded} else None",
@@ -252,7 +252,7 @@ def test_objects_of_triton_are_freed_at_exit(is_loaded: bool) -> None:
     assert ended.stdout.splitlines()[-1] == str(not is_loaded)
 
 
-def test_a_broken_connection_is_not_taken_for_a_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_connection_is_not_handled_as_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(argv: list[str]) -> int:
         raise BrokenPipeError
 
@@ -261,7 +261,7 @@ def test_a_broken_connection_is_not_taken_for_a_closed_pipe(monkeypatch: pytest.
         main(["disk"])
 
 
-def test_a_folder_that_is_missing_is_refused_and_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_folder_is_rejected_and_not_created(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["disk", str(tmp_path / "no" / "thing")]) == 2
     assert "the folder does not exist" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -285,7 +285,7 @@ for argv in json.loads(sys.argv[1]):
 
 
 @pytest.mark.slow
-def test_special_files_are_refused_and_never_waited_for(tmp_path: Path) -> None:
+def test_special_files_are_rejected_without_blocking(tmp_path: Path) -> None:
     for folder, make in (("FIFO", os.mkfifo), ("device", lambda path: os.symlink("/dev/zero", path))):
         names = ("file.yaml", "file.toml", "file.txt", "run/report/rank00000.jsonl", "metrics/metrics.jsonl")
         for file in (tmp_path / folder / name for name in names):
@@ -327,7 +327,7 @@ def calibration_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         (["calibrate", "--out", "{full}"], calibration_of_nothing),
     ],
 )
-def test_a_full_disk_is_one_line_that_names_the_file(
+def test_commands_report_full_disk_with_file_name(
     argv: list[str],
     prepare: Callable[[pytest.MonkeyPatch], None] | None,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Whole runs of the trainer on several ranks: what they leave behind, and what their numbers depend on."""
+"""Whole runs of the trainer on several ranks: the files that they write, and the settings that change their losses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(2, tmp_path_factory.mktemp("two"))
 
 
-def test_a_run_leaves_a_line_for_everything_that_happened(two_ranks: Path) -> None:
+def test_run_logs_metrics_line_for_every_event(two_ranks: Path) -> None:
     lines = metrics(two_ranks)
     assert [line["kind"] for line in lines] == ["run", "step", "step", "validation", "step", "validation", "end"]
     assert [line["step"] for line in lines[1:]] == [1, 2, 2, 3, 3, 3]
@@ -58,52 +58,52 @@ def test_a_run_leaves_a_line_for_everything_that_happened(two_ranks: Path) -> No
     assert (two_ranks / "samples.txt").read_bytes().startswith(b"===== step 3 =====\n")
 
 
-def test_memory_is_measured_as_the_formula_states(two_ranks: Path) -> None:
+def test_measured_memory_matches_formula(two_ranks: Path) -> None:
     columns = metrics(two_ranks)[-1]["bytes_a_rank"]
     assert columns["measured"] == columns["formula"]
     assert columns["measured"]["optimizer_state"] < 0.6 * columns["ddp_formula"]["optimizer_state"]
 
 
-def test_the_same_seed_gives_the_same_numbers(two_ranks: Path, tmp_path: Path) -> None:
+def test_same_seed_gives_identical_metrics_and_weights(two_ranks: Path, tmp_path: Path) -> None:
     again = trained(2, tmp_path)
     assert metrics(two_ranks)[1:] == metrics(again)[1:]
     assert (two_ranks / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
-def test_another_seed_gives_other_numbers(two_ranks: Path, tmp_path: Path) -> None:
+def test_different_seed_gives_different_losses(two_ranks: Path, tmp_path: Path) -> None:
     assert losses(trained(2, tmp_path, "--seed", "1")) != losses(two_ranks)
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_losses_do_not_depend_on_the_world_size(two_ranks: Path, world: int, tmp_path: Path) -> None:
+def test_losses_do_not_depend_on_world_size(two_ranks: Path, world: int, tmp_path: Path) -> None:
     assert losses(trained(world, tmp_path)) == pytest.approx(losses(two_ranks), rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "strategy", ["zero1", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
 )
-def test_losses_do_not_depend_on_the_strategy(two_ranks: Path, strategy: str, tmp_path: Path) -> None:
+def test_losses_do_not_depend_on_strategy(two_ranks: Path, strategy: str, tmp_path: Path) -> None:
     assert losses(trained(2, tmp_path, "--strategy", strategy)) == losses(two_ranks)
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", pytest.param("hsdp_zero2", marks=pytest.mark.slow)])
-def test_losses_of_hybrid_strategies_are_near(two_ranks: Path, strategy: str, tmp_path: Path) -> None:
+def test_hybrid_strategy_losses_are_close_to_default_strategy(two_ranks: Path, strategy: str, tmp_path: Path) -> None:
     """Two replicas of one rank each: the norm of the full gradient is added up in a different order."""
     assert losses(trained(2, tmp_path, "--strategy", strategy)) == pytest.approx(losses(two_ranks), rel=1e-6)
 
 
-def test_accumulating_halves_is_a_step_on_the_whole(two_ranks: Path, tmp_path: Path) -> None:
+def test_gradient_accumulation_matches_full_batch_losses(two_ranks: Path, tmp_path: Path) -> None:
     halves = trained(2, tmp_path, "--batch", "2", "--accumulate", "2")
     assert losses(halves) == pytest.approx(losses(two_ranks), rel=1e-5)
 
 
-def test_computing_blocks_again_changes_no_loss(two_ranks: Path, tmp_path: Path) -> None:
+def test_activation_checkpointing_does_not_change_losses(two_ranks: Path, tmp_path: Path) -> None:
     assert losses(trained(2, tmp_path, "--activation-checkpointing")) == losses(two_ranks)
 
 
 def run_with_rates_of_float32(out: Path, captures: bool) -> int:
-    """Run nine steps, six of which replay what was captured if `captures`. Return the number of replays."""
+    """Run nine steps; if `captures`, six of them replay the captured graph. Return the number of replays."""
     register_backend("gloo", NativeCollectives)
     graph = ReplayedGraph()
     argv = [*QUICK, "--steps", "9", "--accumulate", "2", "--validate-every", "4", "--out", str(out)]
@@ -119,7 +119,7 @@ def run_with_rates_of_float32(out: Path, captures: bool) -> int:
 
 
 @pytest.mark.slow
-def test_captured_steps_change_no_loss(tmp_path: Path) -> None:
+def test_captured_steps_do_not_change_losses_or_weights(tmp_path: Path) -> None:
     replays = [
         testing.run_ranks(2, run_with_rates_of_float32, tmp_path / str(captures), captures)
         for captures in (True, False)
@@ -137,15 +137,15 @@ def test_captured_steps_change_no_loss(tmp_path: Path) -> None:
         pytest.param(("--offload-budget", "1GB"), marks=pytest.mark.slow),
     ],
 )
-def test_training_with_a_disk_changes_no_bit(two_ranks: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_disk_offload_does_not_change_losses(two_ranks: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     flags = (*flags, "--offload-folder", str(tmp_path / "disk"))
     assert losses(trained(2, tmp_path / "run", *flags)) == losses(two_ranks)
     assert not any((tmp_path / "disk").glob("*"))
 
 
 @pytest.mark.slow
-def test_the_formula_knows_of_activations_that_are_offloaded(tmp_path: Path) -> None:
-    """Pieces below 64 KiB stay, so these are larger. Buffers that are still to be written may be measured besides."""
+def test_memory_formula_includes_offloaded_activations(tmp_path: Path) -> None:
+    """Tensors below 64 KiB are not offloaded, so these are larger. The measurement may include unwritten buffers."""
     flags = (
         "--seq",
         "256",
@@ -173,8 +173,8 @@ def foreseen(folder: Path) -> tuple[int, list[str]]:
         )
 
 
-def test_a_run_states_before_its_first_step_what_the_disk_costs(tmp_path: Path) -> None:
-    """All ranks of the machine write there: 0.002 GB each."""
+def test_disk_cost_is_reported_before_first_step(tmp_path: Path) -> None:
+    """All ranks of the machine write to this disk: 0.002 GB each."""
     nbytes, lines = run_ranks(2, foreseen, tmp_path)[0]
     assert f"takes {2 * nbytes / 1e9:.3g} GB" in lines[1]
     assert f"writes {2 * nbytes / 1e9:.3g} GB" in lines[2] and "for a step of 0.5 to " in lines[2]
@@ -182,7 +182,7 @@ def test_a_run_states_before_its_first_step_what_the_disk_costs(tmp_path: Path) 
 
 
 def refused(folder: Path, flags: list[str]) -> None:
-    """Check that errors for lack of memory name options with enough memory."""
+    """Check that errors for lack of disk space name options that fit."""
     rank = this_rank()
 
     def made(flags: list[str]) -> tuple[ShardedGPT, TrainSettings]:
@@ -207,7 +207,7 @@ def refused(folder: Path, flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("flags", ["--offload-optimizer 1", "--offload-optimizer 0.5 --offload-parameters 0.5"])
-def test_what_finds_no_room_is_refused_with_what_would(tmp_path: Path, flags: str) -> None:
+def test_offload_without_disk_space_raises_with_options_that_fit(tmp_path: Path, flags: str) -> None:
     run_ranks(2, refused, tmp_path, flags.split())
 
 
@@ -217,8 +217,8 @@ def forecast_in_background(settings: TrainSettings, machine: Machine) -> Forecas
 
 @pytest.mark.slow
 @on_ranks(2)  # the first rank starts processes that import torch
-def test_a_dry_run_reports_what_goes_to_the_disk(tmp_path):
-    """A dry run moves what the formulas have, and activations besides."""
+def test_dry_run_predicts_disk_traffic(tmp_path):
+    """A dry run moves the bytes of the formulas, and activations in addition."""
     rank = this_rank()
     offload = ["--offload-optimizer", "0.6", "--offload-parameters", "0.3", "--offload-folder", str(tmp_path)]
     shape = ["--accumulate", "2", "--batch", "4", "--seq", "256", "--width", "128"]
@@ -252,7 +252,7 @@ def train_without_room(out: Path, argv: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_a_disk_that_is_predicted_and_recorded_changes_no_bit(two_ranks: Path, tmp_path: Path) -> None:
+def test_predicted_and_recorded_disk_run_does_not_change_losses(two_ranks: Path, tmp_path: Path) -> None:
     argv = ["--offload-optimizer", "1", "--offload-folder", str(tmp_path / "disk")]
     run_ranks(2, train_as_a_user_does, tmp_path / "run", argv)
     assert losses(tmp_path / "run") == losses(two_ranks)
@@ -261,7 +261,7 @@ def test_a_run_with_a_disk_that_is_predicted_and_recorded_changes_no_bit(two_ran
 
 
 @pytest.mark.slow
-def test_training_in_bfloat16_stays_near(two_ranks: Path, tmp_path: Path) -> None:
+def test_bfloat16_losses_stay_close_to_float32(two_ranks: Path, tmp_path: Path) -> None:
     assert losses(trained(2, tmp_path, "--dtype", "bfloat16")) == pytest.approx(losses(two_ranks), rel=0.02)
 
 
@@ -272,7 +272,7 @@ def test_training_in_bfloat16_stays_near(two_ranks: Path, tmp_path: Path) -> Non
         ("--strategy", "hsdp", "--gather-wire", "int8", "--reduce-wire", "int4"),
     ],
 )
-def test_training_with_encoded_communication_stays_close(
+def test_losses_with_encoded_communication_stay_close(
     two_ranks: Path, transports: tuple[str, ...], tmp_path: Path
 ) -> None:
     found = losses(trained(2, tmp_path, *transports))
@@ -281,7 +281,7 @@ def test_training_with_encoded_communication_stays_close(
 
 
 @on_ranks(1)
-def test_weights_on_disk_validate_as_the_run_did(two_ranks):
+def test_saved_weights_reproduce_validation_loss(two_ranks):
     settings = parse_settings(["--config", str(two_ranks / SETTINGS)])
     model = GPT(shape_of(settings.model))
     model.load_state_dict(load_file(two_ranks / WEIGHTS))
@@ -291,7 +291,7 @@ def test_weights_on_disk_validate_as_the_run_did(two_ranks):
 
 
 @on_ranks(1)
-def test_a_run_that_was_killed_while_it_wrote_its_text_is_no_text(tmp_path):
+def test_text_of_killed_run_is_excluded_from_training_text(tmp_path):
     for name in ("one.txt", "two.txt"):
         (tmp_path / name).write_text("some text\n" * 1000)
     source = find_text(tmp_path)
@@ -301,7 +301,7 @@ def test_a_run_that_was_killed_while_it_wrote_its_text_is_no_text(tmp_path):
 
 
 @on_ranks(4)
-def test_machines_of_different_numbers_of_ranks_are_refused_on_every_rank(tmp_path):
+def test_unequal_ranks_per_machine_raises_on_every_rank(tmp_path):
     out = tmp_path / "run"
     rank = replace(this_rank(), local_world=3 if dist.get_rank() == 2 else 1, machines=2)
     settings = parse_settings([*QUICK, "--strategy", "hsdp", "--out", str(out)])
@@ -311,14 +311,14 @@ def test_machines_of_different_numbers_of_ranks_are_refused_on_every_rank(tmp_pa
 
 
 def train_where_nothing_fits(folder: Path, file: str) -> tuple[type[BaseException], str]:
-    """The error of a run in which the disk is full when `file` is written."""
+    """Return the error of a run in which the disk is full when `file` is written."""
     rank, out = this_rank(), folder / "run"
     settings = parse_settings([*QUICK, "--sample-every", "2", "--out", str(out)])
     source = check(settings, rank.world)
     if file == "text":
         source = find_text(folder / "source")
         file = f".text/text.bin.{os.getpid()}.tmp"
-    dist.barrier()  # until both have checked
+    dist.barrier()  # wait until both ranks have checked
     if rank.leads:
         link = out.with_name(file) if file == out.name else out / file
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -343,7 +343,7 @@ def train_where_nothing_fits(folder: Path, file: str) -> tuple[type[BaseExceptio
         ("model.safetensors", "writing .*/run/model.safetensors: rank 0: .* Free space on the disk of --out"),
     ],
 )
-def test_a_full_disk_is_one_error_on_every_rank_that_names_the_file(file: str, named: str, tmp_path: Path) -> None:
+def test_full_disk_raises_on_every_rank_with_file_name(file: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     for name in ("one.txt", "two.txt"):
         (tmp_path / "source" / name).write_text("some text\n" * 1000)

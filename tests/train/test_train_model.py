@@ -1,4 +1,4 @@
-"""The GPT in plain PyTorch: shapes, causality, first weights, and weights on disk."""
+"""The GPT in plain PyTorch: shapes, causality, initial weights, and weights on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TINY = Shape(layers=2, heads=2, width=16, table_rows=64, lr=1e-3)
 
 def gpt(seed: int = 0, **options: bool) -> GPT:
     model = initialize(GPT(TINY, **options), seed)
-    for block in model.blocks:  # blocks start as the identity; here they must matter
+    for block in model.blocks:  # blocks are initialized to the identity; make them affect the output
         for parameter in block.parameters():
             if parameter.dim() == 2:
                 torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(seed))
@@ -31,7 +31,7 @@ def text(rows: int = 3, seq: int = 12) -> torch.Tensor:
     return torch.randint(256, (rows, seq), generator=torch.Generator().manual_seed(1))
 
 
-def test_scores_do_not_see_the_future() -> None:
+def test_logits_do_not_depend_on_future_bytes() -> None:
     model, before = gpt(), text()
     after = before.clone()
     after[:, 7:] = (after[:, 7:] + 1) % 256
@@ -40,24 +40,24 @@ def test_scores_do_not_see_the_future() -> None:
 
 
 @pytest.mark.parametrize("seq", [1, 2, 3, 40])
-def test_any_length_works_and_a_prefix_scores_the_same(seq: int) -> None:
+def test_logits_of_prefix_match_full_sequence(seq: int) -> None:
     model, whole = gpt(), text(2, 40)
     torch.testing.assert_close(model(whole[:, :seq]), model(whole)[:, :seq])
 
 
-def test_first_weights_follow_from_the_seed() -> None:
+def test_initial_weights_depend_only_on_seed() -> None:
     first, again, other = (initialize(GPT(TINY), seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["head.weight"], other["head.weight"])
 
 
-def test_an_untrained_model_knows_nothing() -> None:
+def test_untrained_model_has_uniform_loss() -> None:
     losses = byte_losses(initialize(GPT(SIZES["small"]), 0)(text(4, 64)), text(4, 64))
     assert losses.shape == (4,)
     assert losses.mean().item() == pytest.approx(torch.tensor(256.0).log().item(), abs=0.3)
 
 
-def test_turning_keeps_lengths_and_depends_on_distance_alone() -> None:
+def test_rotary_embedding_keeps_norms_and_depends_only_on_distance() -> None:
     query, key = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 1, 10, 1, 8)
     turn = rotation(10, 8, query)
     turned_query, turned_key = rotate(query, turn), rotate(key, turn)
@@ -67,7 +67,7 @@ def test_turning_keeps_lengths_and_depends_on_distance_alone() -> None:
     assert not torch.isclose(scores[5, 2], scores[5, 3])
 
 
-def test_computing_blocks_again_changes_no_gradient() -> None:
+def test_activation_checkpointing_does_not_change_gradients() -> None:
     kept, again = gpt(), gpt(checkpoint_blocks=True)
     for model in (kept, again):
         byte_losses(model(text()), text()).mean().backward()
@@ -75,7 +75,7 @@ def test_computing_blocks_again_changes_no_gradient() -> None:
         assert torch.equal(own.grad, peer.grad)
 
 
-def test_single_dimensions_win_over_the_size() -> None:
+def test_explicit_dimensions_override_size() -> None:
     shape = shape_of(ModelSettings(size="nano", layers=5, width=48))
     assert (shape.layers, shape.width, shape.heads) == (5, 48, SIZES["nano"].heads)
     for wrong, words in (({"size": "huge"}, "Choose one of"), ({"layers": 0}, "at least 1"), ({"heads": 3}, "--width")):
@@ -84,11 +84,11 @@ def test_single_dimensions_win_over_the_size() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_named_size_fits_together(size: str) -> None:
+def test_every_named_size_is_valid(size: str) -> None:
     shape_of(ModelSettings(size=size))
 
 
-def test_samples_repeat_with_their_seed() -> None:
+def test_sampling_is_deterministic_per_seed() -> None:
     settings = TrainSettings(run=RunSettings(sample_bytes=20, prompt="ab"))
     model, device = gpt(), torch.device("cpu")
     first = sample(model, settings, device, seed=1)
@@ -97,7 +97,7 @@ def test_samples_repeat_with_their_seed() -> None:
     assert model.training
 
 
-def test_samples_of_any_temperature_are_drawn_and_a_diverged_model_is_named() -> None:
+def test_sampling_supports_tiny_temperature_and_rejects_nan_logits() -> None:
     model, device = gpt(), torch.device("cpu")
     coldest, cold = (
         sample(model, TrainSettings(run=RunSettings(sample_bytes=9, temperature=temperature)), device, seed=1)
@@ -109,7 +109,7 @@ def test_samples_of_any_temperature_are_drawn_and_a_diverged_model_is_named() ->
         sample(model, TrainSettings(), device, seed=1)
 
 
-def test_written_weights_are_read_by_safetensors(tmp_path: Path) -> None:
+def test_written_weights_load_with_safetensors(tmp_path: Path) -> None:
     state = {
         **gpt().state_dict(),
         "half": torch.arange(3, dtype=torch.bfloat16),

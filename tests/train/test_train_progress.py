@@ -56,7 +56,7 @@ def shown(*, terminal: bool, shows: bool = True) -> str:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_run_shows_loss_speed_time_and_memory_next_to_ddp(terminal: bool) -> None:
+def test_display_shows_loss_speed_time_and_memory(terminal: bool) -> None:
     text = shown(terminal=terminal)
     for words in ("1.50M parameters", "strategy zero3", "12.3k tokens/s", "0:00 left", "5.5 MB per rank (ddp 9 MB)"):
         assert words in text
@@ -64,7 +64,7 @@ def test_a_run_shows_loss_speed_time_and_memory_next_to_ddp(terminal: bool) -> N
         assert words in text
 
 
-def test_without_a_terminal_there_are_plain_lines_and_not_one_for_each_step() -> None:
+def test_display_without_terminal_prints_few_plain_lines() -> None:
     text = shown(terminal=False)
     assert "\x1b" not in text
     assert [line.split()[1] for line in text.splitlines() if line.startswith("step") and "loss" in line] == [
@@ -73,18 +73,18 @@ def test_without_a_terminal_there_are_plain_lines_and_not_one_for_each_step() ->
     ]
 
 
-def test_other_ranks_show_nothing() -> None:
+def test_display_on_other_ranks_prints_nothing() -> None:
     assert shown(terminal=True, shows=False) == ""
 
 
-def test_samples_cannot_disturb_the_screen() -> None:
+def test_samples_are_printed_without_control_characters() -> None:
     assert "[bold]f\N{REPLACEMENT CHARACTER}[31m():" in shown(terminal=False)
     assert (
         printable(b"a\tb\nc\rd\xff\0\x07") == "a\tb\nc" + "\N{REPLACEMENT CHARACTER}d" + 3 * "\N{REPLACEMENT CHARACTER}"
     )
 
 
-def test_the_table_has_a_row_for_each_state_and_their_total() -> None:
+def test_bytes_table_has_row_per_state_and_total() -> None:
     table = bytes_table(LEDGERS, "zero3")
     assert list(table.columns[0].cells) == [
         *("parameters", "gradients", "optimizer state", "gathered peak", "activations", "total")
@@ -104,9 +104,9 @@ def test_the_table_has_a_row_for_each_state_and_their_total() -> None:
         (5 * 10**15, "5e+03 TB"),
     ],
 )
-def test_bytes_are_reported_in_three_digits(count: int, words: str) -> None:
+def test_bytes_are_formatted_with_three_digits(count: int, words: str) -> None:
     assert in_bytes(count) == words
 
 
-def test_durations_are_reported_in_minutes_and_seconds() -> None:
+def test_durations_are_formatted_as_minutes_and_seconds() -> None:
     assert [duration(s) for s in (0, 59.6, 187, 3661)] == ["0:00", "1:00", "3:07", "1:01:01"]

@@ -1,4 +1,4 @@
-"""Interrupted and resumed runs of the trainer have the numbers of an uninterrupted one."""
+"""Interrupted and resumed runs of the trainer have the results of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAVING = ["--checkpoint-every", "1", "--steps", "4"]
 
 
 def run_training(out: Path, argv: list[str], stop_at: int | None = None) -> int:
-    """Return the exit code. The last rank alone gets SIGTERM, in time for the run to end after the step `stop_at`."""
+    """Return the exit code. Only the last rank gets SIGTERM, early enough that the run ends after step `stop_at`."""
     rank = this_rank()
     if stop_at is not None and rank.index == rank.world - 1:
         step_of = TrainingLoop.train_step
@@ -56,7 +56,7 @@ def ran(world: int, out: Path, *argv: str, stop_at: int | None = None) -> Path:
 
 
 def reported(out: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run less those that say that it went on."""
+    """Return the metrics of a run without the first line and the resume lines."""
     return [line for line in metrics(out)[1:] if line["kind"] != "resume"]
 
 
@@ -71,7 +71,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_saving_changes_no_number(whole, tmp_path):
+def test_saving_checkpoints_does_not_change_weights(whole, tmp_path):
     assert steps_kept(whole) == [2, 3, 4]
     codes = run_ranks(2, run_training, tmp_path, ["--steps", "4"])
     assert codes == [0, 0]
@@ -80,7 +80,7 @@ def test_saving_changes_no_number(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_with_every_number_and_line(whole, tmp_path):
+def test_stopped_run_resumes_with_identical_weights_and_metrics(whole, tmp_path):
     ran(2, tmp_path, "--checkpoint-every", "100", stop_at=2)
     assert steps_kept(tmp_path) == [2]
     assert metrics(tmp_path)[-1] == {"kind": "stopped", "step": 2}
@@ -94,14 +94,14 @@ def test_a_stopped_run_goes_on_with_every_number_and_line(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_starts_where_there_is_nothing_to_go_on_from(whole, tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes((whole / "metrics.jsonl").read_bytes()[:-7])  # killed before any was saved
+def test_resume_auto_starts_from_scratch_without_checkpoint(whole, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes((whole / "metrics.jsonl").read_bytes()[:-7])  # killed before any save
     ran(2, tmp_path, "--resume", "auto")
     assert reported(tmp_path) == reported(whole)
 
 
 @pytest.mark.slow
-def test_a_finished_run_has_the_same_result(whole, tmp_path):
+def test_resuming_finished_run_restores_its_result(whole, tmp_path):
     ran(2, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     ran(2, tmp_path, "--resume", "auto")
@@ -111,7 +111,7 @@ def test_a_finished_run_has_the_same_result(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
-def test_a_run_goes_on_at_another_world_size_with_the_same_steps(whole, world, tmp_path):
+def test_run_resumes_at_another_world_size_with_same_losses(whole, world, tmp_path):
     ran(2, tmp_path, stop_at=2)
     ran(world, tmp_path, "--resume", "auto", "--strategy", "zero2")
     assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-5)
@@ -125,8 +125,8 @@ def test_a_run_goes_on_at_another_world_size_with_the_same_steps(whole, world, t
     ],
 )
 @pytest.mark.slow
-def test_what_travels_encoded_is_saved_in_full(transports, exact, tmp_path):
-    """Only what the last messages of a step have lacked is not in a checkpoint."""
+def test_checkpoint_of_encoded_communication_stores_full_precision(transports, exact, tmp_path):
+    """Only the encoding errors kept from the last messages of a step are missing from a checkpoint."""
     expected = ran(2, tmp_path / "whole", *transports)
     out = tmp_path / "stopped"
     ran(2, out, *transports, stop_at=2)
@@ -135,7 +135,7 @@ def test_what_travels_encoded_is_saved_in_full(transports, exact, tmp_path):
 
 
 @pytest.mark.slow
-def test_damage_costs_the_steps_since_the_one_before(whole, tmp_path):
+def test_damaged_checkpoint_falls_back_to_previous_checkpoint(whole, tmp_path):
     ran(2, tmp_path, stop_at=3)
     os.truncate(latest(tmp_path / "checkpoints") / "__1_0.distcp", 10)
     ran(2, tmp_path, "--resume", "auto")
@@ -144,7 +144,7 @@ def test_damage_costs_the_steps_since_the_one_before(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_its_own_begins_with_what_a_checkpoint_holds(whole, tmp_path):
+def test_new_run_starts_from_given_checkpoint(whole, tmp_path):
     out = ran(2, tmp_path / "new", "--resume", str(whole / "checkpoints" / "step-000000002"))
     assert_same(weights(out), weights(whole))
     assert [line["step"] for line in metrics(out) if line["kind"] == "step"] == [3, 4]
@@ -152,7 +152,7 @@ def test_a_run_of_its_own_begins_with_what_a_checkpoint_holds(whole, tmp_path):
 
 
 def train_without_checkpoints(out: Path, writable_from: int | None) -> str | None:
-    """The error of a run whose folder of checkpoints is a file, until the step `writable_from` if that is given."""
+    """Return the error of a run whose checkpoint folder is a file, until step `writable_from` if given."""
     rank = this_rank()
     settings = parse_settings([*QUICK, "--checkpoint-every", "1", "--out", str(out)])
     source = check(settings, rank.world)
@@ -177,7 +177,7 @@ def train_without_checkpoints(out: Path, writable_from: int | None) -> str | Non
 
 
 @pytest.mark.parametrize("writable_from", [None, 3])
-def test_a_run_that_could_save_no_checkpoint_is_an_error_after_its_end(writable_from, tmp_path):
+def test_run_that_saved_no_checkpoint_raises_after_last_step(writable_from, tmp_path):
     first, second = run_ranks(2, train_without_checkpoints, tmp_path / "run", writable_from)
     assert first == second
     assert metrics(tmp_path / "run")[-1]["kind"] == "end"
@@ -195,14 +195,14 @@ def refuse(out: Path, argv: list[str]) -> str:
     return str(caught.value)
 
 
-def test_a_run_that_has_gone_further_is_refused(whole, tmp_path):
+def test_resume_rejects_checkpoint_beyond_requested_steps(whole, tmp_path):
     resume = str(whole / "checkpoints")
     (stated,) = run_ranks(1, refuse, tmp_path / "new", ["--steps", "2", "--resume", resume])
     assert "has completed 4 steps, but --steps is 2" in stated
 
 
 @pytest.mark.slow
-def test_another_text_is_refused(whole, tmp_path):
+def test_resume_rejects_changed_text(whole, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be " * 100)
     out = ran(1, tmp_path / "out", "--text", str(text), "--batch", "2")
@@ -221,7 +221,7 @@ def test_another_text_is_refused(whole, tmp_path):
         (["--batch", "6"], "has 4 sequences, not 6"),
     ],
 )
-def test_a_run_goes_on_with_the_options_that_it_had(whole, argv, words):
+def test_resume_rejects_changed_options(whole, argv, words):
     settings = parse_settings([*QUICK, *SAVING, "--resume", "auto", "--out", str(whole), *argv])
     with pytest.raises(ConfigError) as caught:
         resumed_settings(settings, 2)
@@ -239,13 +239,13 @@ def test_a_run_goes_on_with_the_options_that_it_had(whole, argv, words):
         {"settings": {"dtype": "float32", "accumulate": 0}, "world": 2},
     ],
 )
-def test_a_run_without_a_valid_first_line_is_not_resumed(header, tmp_path):
+def test_resume_rejects_metrics_without_valid_first_line(header, tmp_path):
     (tmp_path / METRICS).write_text(json.dumps({"kind": "start", **header}) + "\n")
     with pytest.raises(ConfigError, match=r"line 1 of .*metrics.jsonl has no valid settings"):
         resumed_settings(parse_settings(["--resume", "auto", "--out", str(tmp_path)]), 2)
 
 
-def test_auto_needs_to_know_where():
+def test_resume_auto_requires_out():
     with pytest.raises(ConfigError, match="--resume auto needs --out"):
         resumed_settings(parse_settings(["--resume", "auto"]), 2)
 
@@ -275,12 +275,12 @@ def test_auto_needs_to_know_where():
         (["--offload-budget", "9GB", "--offload-activations-cpu", "1"], "with --offload-activations-cpu 1: a budget"),
     ],
 )
-def test_bad_options_are_refused_before_anything_starts(argv, words):
+def test_invalid_options_are_rejected_before_start(argv, words):
     with pytest.raises(ConfigError, match=words):
         check(parse_settings(argv), 2)
 
 
-def test_any_number_of_ranks_learns_from_the_same_sequences_without_more_memory():
+def test_adapted_batch_keeps_sequences_and_rows_at_any_world_size():
     """For any sequence of rank counts, each sequence of a step counts once, in the order of reported losses."""
     for first, then, last, rows, accumulate in product(range(1, 5), range(1, 10), range(1, 6), (1, 3, 4), (1, 2, 6)):
         was = OptimizationSettings(batch=first * rows, accumulate=accumulate)
@@ -297,8 +297,8 @@ def test_any_number_of_ranks_learns_from_the_same_sequences_without_more_memory(
 
 
 @pytest.mark.slow
-def test_a_run_may_begin_with_any_number_of_ranks(tmp_path):
-    """A batch that was meant for other ranks is kept, a step learns from as many sequences."""
+def test_new_run_keeps_batch_sequences_at_any_world_size(tmp_path):
+    """A batch size for another world size is kept: a step trains on the same number of sequences."""
     for world, batch, accumulate in product(range(1, 9), (1, 4, 6, 16), (1, 3)):
         argv = ["--batch", str(batch), "--accumulate", str(accumulate), "--resume", "auto", "--out", str(tmp_path)]
         settings = resumed_settings(parse_settings(argv), world).optimization
@@ -308,7 +308,7 @@ def test_a_run_may_begin_with_any_number_of_ranks(tmp_path):
             assert (settings.batch, settings.accumulate) == (batch, accumulate)
 
 
-def test_as_many_ranks_share_a_step_as_before():
+def test_unchanged_world_size_keeps_batch_settings():
     was = OptimizationSettings(batch=8, accumulate=2, sequences=9)
     assert adapt_to_ranks(was, before=2, world=2) == was
 
@@ -317,7 +317,7 @@ def test_as_many_ranks_share_a_step_as_before():
 
 
 def start(out: Path, *more: str) -> subprocess.Popen[str]:
-    """Return the trainer on two ranks, for far longer than anybody waits."""
+    """Start the trainer on two ranks, with far more steps than the test waits for."""
     argv = ["train", "--no-predict", "--ranks", "2", *QUICK, "--steps", "100000", "--out", str(out)]
     saving = ["--checkpoint-every", "50", "--resume", "auto", "--validate-every", "0", "--sample-every", "0"]
     return subprocess.Popen(
@@ -329,7 +329,7 @@ def start(out: Path, *more: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_ends_with_a_code_that_means_start_me_again(tmp_path):
+def test_sigterm_saves_checkpoint_and_exits_with_preempted_code(tmp_path):
     reached = 0
     for round_ in range(2):
         run = start(tmp_path)
@@ -345,26 +345,26 @@ def test_sigterm_saves_and_ends_with_a_code_that_means_start_me_again(tmp_path):
         last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
         assert last["kind"] == "stopped"
         assert Manifest.read(latest(tmp_path / "checkpoints")).step == last["step"] >= reached
-        reached = last["step"]  # or the next round would ask ranks to stop that have not begun
+        reached = last["step"]  # otherwise the next round would stop ranks that have not started
         assert ("Resuming after step" in out) == (round_ > 0)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process of the end of its parent")
-def test_a_killed_launcher_leaves_no_ranks_that_write_to_the_run(tmp_path):
+def test_killed_launcher_leaves_no_running_ranks(tmp_path):
     run, ranks = start(tmp_path, "--checkpoint-every", "100000"), []
     try:
         wait_for_step(tmp_path, 3)
         ranks = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
         assert len(ranks) == 2
         run.kill()
-        run.communicate(timeout=20)  # until no process has its output open
+        run.communicate(timeout=20)  # returns when no process has the output open
     finally:
         for pid in (run.pid, *ranks):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_only_the_ranks_that_save_heed_sigterm():
+def test_sigterm_handler_is_not_installed_outside_ranks():
     assert not dist.is_initialized()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

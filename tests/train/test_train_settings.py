@@ -1,4 +1,4 @@
-"""From command line and configuration file to settings, and the numbers that follow from them."""
+"""Settings from the command line and configuration files, and the values derived from them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from fullshard.train.schedule import learning_rate, peak_lr
 from fullshard.train.settings import MemorySettings, OptimizationSettings, ParallelSettings, RunSettings, TrainSettings
 
 
-def test_the_fixed_option_names_are_there() -> None:
+def test_fixed_option_names_exist() -> None:
     fixed = {"text", "size", "strategy", "ranks", "batch", "seq", "accumulate", "steps", "lr", "dtype", "seed", "out"}
     assert fixed <= set(option_types(TrainSettings))
 
 
-def test_no_options_are_the_default_settings() -> None:
+def test_no_options_give_default_settings() -> None:
     assert parse_settings([]) == TrainSettings()
 
 
-def test_every_option_is_heard() -> None:
+def test_command_line_options_set_their_fields() -> None:
     settings = parse_settings(
         [
             "--text",
@@ -64,7 +64,7 @@ def test_every_option_is_heard() -> None:
         ("run.toml", 'steps = 7\nmin-lr = 0.5\nactivation-checkpointing = true\nsize = "nano"\n'),
     ],
 )
-def test_the_command_line_overrides_the_file_in_any_order(name: str, content: str, tmp_path: Path) -> None:
+def test_command_line_overrides_config_file_in_any_order(name: str, content: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text(content)
     for argv in (
@@ -94,7 +94,7 @@ def test_the_command_line_overrides_the_file_in_any_order(name: str, content: st
         ("steps: {", "is not valid YAML"),
     ],
 )
-def test_a_mistake_in_a_file_is_named_with_the_file(content: str, words: str, tmp_path: Path) -> None:
+def test_config_file_error_names_mistake_and_file(content: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError) as error:
@@ -104,7 +104,7 @@ def test_a_mistake_in_a_file_is_named_with_the_file(content: str, words: str, tm
     assert "\n" not in str(error.value)
 
 
-def test_a_file_of_another_format_or_none_at_all_is_an_error(tmp_path: Path) -> None:
+def test_unsupported_or_missing_config_file_raises(tmp_path: Path) -> None:
     for name, words in (("run.json", "must end in"), ("none.yaml", "cannot be read")):
         with pytest.raises(ConfigError, match=words):
             parse_settings(["--config", str(tmp_path / name)])
@@ -112,7 +112,7 @@ def test_a_file_of_another_format_or_none_at_all_is_an_error(tmp_path: Path) -> 
         parse_settings(["--config"])
 
 
-def test_settings_that_a_run_leaves_behind_are_read_back(tmp_path: Path) -> None:
+def test_written_settings_are_read_back_without_out(tmp_path: Path) -> None:
     settings = TrainSettings(
         optimization=OptimizationSettings(lr=1e-5, batch=4),
         run=RunSettings(prompt="def 'a': #\n", out=tmp_path / "elsewhere"),
@@ -123,7 +123,7 @@ def test_settings_that_a_run_leaves_behind_are_read_back(tmp_path: Path) -> None
     )
 
 
-def test_the_learning_rate_climbs_to_its_peak_and_falls_to_its_end() -> None:
+def test_learning_rate_rises_to_peak_and_decays_to_minimum() -> None:
     settings = OptimizationSettings(steps=100, warmup=10, min_lr=0.1)
     rates = [learning_rate(settings, 2.0, step) for step in range(100)]
     assert rates[0] == pytest.approx(0.2)
@@ -134,30 +134,30 @@ def test_the_learning_rate_climbs_to_its_peak_and_falls_to_its_end() -> None:
     assert rates[54] == pytest.approx(0.2 + 1.8 * (1 + math.cos(math.pi / 2)) / 2)
 
 
-def test_a_run_shorter_than_its_warm_up_only_climbs() -> None:
+def test_learning_rate_only_rises_if_run_is_shorter_than_warmup() -> None:
     settings = OptimizationSettings(steps=3, warmup=50)
     assert [learning_rate(settings, 3.0, step) for step in range(3)] == pytest.approx([1.0, 2.0, 3.0])
 
 
-def test_the_size_gives_the_learning_rate_unless_one_is_given() -> None:
+def test_model_size_sets_learning_rate_unless_given() -> None:
     assert peak_lr(TrainSettings()) > 0
     assert peak_lr(TrainSettings(optimization=OptimizationSettings(lr=0.5))) == 0.5
 
 
 @pytest.mark.parametrize("world", range(1, 70))
-def test_a_batch_left_out_suits_every_world_size(world: int) -> None:
+def test_default_batch_is_divisible_by_every_world_size(world: int) -> None:
     rows = rows_of(OptimizationSettings(), world)
     assert rows % world == 0
     assert rows_of(OptimizationSettings(batch=rows), world) == rows
 
 
-def test_a_batch_that_ranks_cannot_share_names_the_ones_they_can() -> None:
+def test_indivisible_batch_raises_with_valid_alternatives() -> None:
     for batch, world, words in ((10, 4, "Use 8 or 12"), (3, 4, "Use 4."), (0, 2, "Use 2."), (-1, 2, "Use 2.")):
         with pytest.raises(ConfigError, match=words):
             rows_of(OptimizationSettings(batch=batch), world)
 
 
-def test_a_step_may_learn_from_fewer_sequences_than_its_microbatches_have_room_for() -> None:
+def test_step_sequences_may_be_fewer_than_microbatch_capacity() -> None:
     settings = OptimizationSettings(batch=4, accumulate=3)
     assert sequences_of(settings, 2) == 12
     for sequences in range(9, 13):
@@ -167,7 +167,7 @@ def test_a_step_may_learn_from_fewer_sequences_than_its_microbatches_have_room_f
             sequences_of(replace(settings, sequences=sequences), 2)
 
 
-def test_replicas_are_one_a_machine_or_two_and_only_for_hybrid_strategies() -> None:
+def test_default_replicas_follow_machines_for_hybrid_strategies() -> None:
     hybrid = ParallelSettings(strategy="hsdp")
     assert replicas_of(hybrid, world=4) == 2
     assert replicas_of(hybrid, world=16, machines=4) == 4
@@ -195,20 +195,20 @@ def probed(folder: str) -> tuple[str, str, list[str]]:
     return stated[0], stated[1], os.listdir(Path(folder) / "shared")
 
 
-def test_storage_that_machines_do_not_share_is_found_before_the_first_step(tmp_path: Path) -> None:
+def test_check_shared_raises_if_machines_do_not_share_storage(tmp_path: Path) -> None:
     for rank, (shared, own, left) in enumerate(run_ranks(2, probed, str(tmp_path))):
         assert (shared, left) == ("", [])
         assert f"{socket.gethostname()} (rank 1)" in own
         assert f"own{rank}" in own
 
 
-def test_what_ranks_run_on_is_checked() -> None:
+def test_on_and_ray_address_options_are_validated() -> None:
     for requested, word in (({"on": "rey"}, "did you mean ray"), ({"ray_address": "a:1"}, "--on ray")):
         with pytest.raises(ConfigError, match=f"(?i){word}"):
             check(TrainSettings(parallelism=ParallelSettings(**requested)), world=1)
 
 
-def test_a_graph_needs_a_gpu_and_no_offload_and_no_destination_of_a_report() -> None:
+def test_capture_requires_gpu_without_offload_or_report_destination() -> None:
     captured = OptimizationSettings(capture=True)
     with mock.patch("torch.cuda.is_available", lambda: False), pytest.raises(ConfigError, match=r"--capture: .* a GPU"):
         check(TrainSettings(optimization=captured), world=1)

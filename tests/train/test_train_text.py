@@ -35,25 +35,25 @@ def rows(text: Text, first: int, count: int, seed: int = 3) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 4, 6])
-def test_a_sequence_does_not_depend_on_those_that_it_is_read_with(text: Text, count: int) -> None:
+def test_sequences_do_not_depend_on_batch_size(text: Text, count: int) -> None:
     parts = [rows(text, first, count) for first in range(0, 60, count)]
     assert torch.equal(torch.cat(parts), rows(text, 0, 60))
 
 
-def test_batches_repeat_and_follow_from_seed_and_number(text: Text) -> None:
+def test_batches_depend_only_on_seed_and_index(text: Text) -> None:
     assert torch.equal(rows(text, 48, 12), rows(text, 48, 12))
     assert not torch.equal(rows(text, 48, 12), rows(text, 60, 12))
     assert not torch.equal(rows(text, 48, 12), rows(text, 48, 12, seed=4))
 
 
-def test_targets_are_the_bytes_that_follow(text: Text) -> None:
+def test_targets_are_inputs_shifted_by_one_byte(text: Text) -> None:
     batch = training_batch(text, seed=0, first=0, rows=4, seq=16)
     assert batch.inputs.shape == batch.targets.shape == (4, 16)
     assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
 
 
 @given(seed=st.integers(0, 2**40), total=st.integers(3, 5000), seq=st.integers(1, 64), epoch=st.integers(0, 3))
-def test_an_epoch_visits_every_window_once_and_stays_inside(seed: int, total: int, seq: int, epoch: int) -> None:
+def test_epoch_visits_every_window_once_within_text(seed: int, total: int, seq: int, epoch: int) -> None:
     if total < seq + 2:
         return
     windows = max(1, (total - 1) // seq - 1)
@@ -63,7 +63,7 @@ def test_an_epoch_visits_every_window_once_and_stays_inside(seed: int, total: in
     assert starts == list(range(starts[0], starts[0] + windows * seq, seq))
 
 
-def test_what_the_system_does_not_open_is_left_out(tmp_path: Path) -> None:
+def test_unreadable_files_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").symlink_to("b.txt")
     (tmp_path / "c.txt").symlink_to("c" * 300)
@@ -71,7 +71,7 @@ def test_what_the_system_does_not_open_is_left_out(tmp_path: Path) -> None:
     assert [file.name for file in find_text(tmp_path).files] == ["a.txt"]
 
 
-def test_the_split_is_disjoint_complete_and_stable(folder: Path, text: Text, tmp_path: Path) -> None:
+def test_validation_split_is_disjoint_complete_and_stable(folder: Path, text: Text, tmp_path: Path) -> None:
     source = find_text(folder)
     assert source == find_text(folder)
     names = [file.name for file in source.files]
@@ -84,7 +84,7 @@ def test_the_split_is_disjoint_complete_and_stable(folder: Path, text: Text, tmp
     assert text.validation_bytes == sum(len((folder / name).read_bytes()) + 1 for name in held_back)
 
 
-def test_a_new_file_moves_no_other_between_training_and_validation(folder: Path) -> None:
+def test_new_file_does_not_change_split_of_other_files(folder: Path) -> None:
     before = {file.name: file.validates for file in find_text(folder).files}
     extra = folder / "part0" / "one-more.txt"
     extra.write_text("more")
@@ -95,7 +95,7 @@ def test_a_new_file_moves_no_other_between_training_and_validation(folder: Path)
     assert before.items() <= after.items()
 
 
-def test_a_single_file_is_read_in_place_and_its_end_is_held_back(tmp_path: Path) -> None:
+def test_single_file_is_read_in_place_and_split_near_its_end(tmp_path: Path) -> None:
     file = tmp_path / "one.txt"
     file.write_bytes(bytes(range(32, 127)) * 20)
     text = write_text(find_text(file), tmp_path / "cache")
@@ -105,13 +105,13 @@ def test_a_single_file_is_read_in_place_and_its_end_is_held_back(tmp_path: Path)
     assert text.validation_bytes == 1900 // 20
 
 
-def test_a_folder_of_one_file_still_has_something_to_validate_on(tmp_path: Path) -> None:
+def test_folder_of_one_file_has_validation_text(tmp_path: Path) -> None:
     (tmp_path / "only.txt").write_bytes(b"x" * 1000)
     source = find_text(tmp_path)
     assert (source.training_bytes, source.validation_bytes) == (951, 50)
 
 
-def test_a_cache_is_written_once_and_again_when_the_text_changes(tmp_path: Path) -> None:
+def test_text_cache_is_rewritten_only_when_text_changes(tmp_path: Path) -> None:
     folder, cache = tmp_path / "text", tmp_path / "cache"
     folder.mkdir()
     (folder / "a.txt").write_bytes(b"a" * 500)
@@ -124,7 +124,7 @@ def test_a_cache_is_written_once_and_again_when_the_text_changes(tmp_path: Path)
     assert again.training.tobytes().startswith(b"a" * 500)
 
 
-def test_what_earlier_runs_left_behind_is_no_text(tmp_path: Path) -> None:
+def test_files_of_earlier_runs_are_excluded_from_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a" * 500)
     run = tmp_path / "runs" / "first" / "text"
     run.mkdir(parents=True)
@@ -133,13 +133,13 @@ def test_what_earlier_runs_left_behind_is_no_text(tmp_path: Path) -> None:
     assert [file.name for file in find_text(tmp_path).files] == ["a.txt"]
 
 
-def test_the_default_text_is_the_standard_library() -> None:
+def test_default_text_is_standard_library() -> None:
     source = find_text(None)
     assert source.training_bytes > 5_000_000
     assert all(file.name.endswith(".py") and "site-packages" not in file.name for file in source.files)
 
 
-def test_no_text_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_missing_or_empty_text_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the file or folder does not exist"):
         find_text(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="no text files"):
@@ -155,7 +155,7 @@ def in_order(text: Text, world: int, rows: int, windows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("world", "rows"), [(1, 1), (1, 4), (2, 4), (3, 6), (4, 12)])
-def test_validation_windows_are_the_same_at_every_world_size_and_batch(text: Text, world: int, rows: int) -> None:
+def test_validation_windows_do_not_depend_on_world_size_or_batch(text: Text, world: int, rows: int) -> None:
     visited = in_order(text, world, rows, windows=10)
     assert torch.equal(visited[:10], in_order(text, 1, 1, windows=10))
     assert all(torch.equal(row, visited[9]) for row in visited[10:])

@@ -21,7 +21,7 @@ def sizes() -> Iterator[tuple[str, int, int]]:
                 yield node.name, methods, (node.end_lineno or 0) - node.lineno + 1
 
 
-def test_classes_of_the_engine_are_small():
+def test_engine_classes_are_small():
     larger = {name: (n, lines) for name, n, lines in sizes() if n > MOST_METHODS or lines > MOST_LINES}
     assert larger.keys() == LARGER.keys()
     for name, (methods, lines) in larger.items():

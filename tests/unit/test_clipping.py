@@ -10,7 +10,7 @@ from fullshard.optim.clipping import _ROW, _norms
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_norms_by_rows_are_norms_and_do_not_depend_on_threads(norm_type, dtype):
+def test_offloaded_norms_match_vector_norm_for_any_thread_count(norm_type, dtype):
     torch.manual_seed(0)
     sizes = [(3,), (_ROW,), (3, _ROW), (5 * _ROW + 7,), (11, 13), ()]
     values = [(100 * torch.randn(size)).to(dtype) for size in sizes]

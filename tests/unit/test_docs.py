@@ -29,14 +29,14 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_relative_links_lead_somewhere(path):
+def test_relative_links_resolve(path):
     targets = re.findall(r"\]\(([^)#\s]+)", path.read_text())
     assert [t for t in targets if "://" not in t and not (path.parent / t).exists()] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_pages_begin_with_a_title_and_a_sentence(path):
-    """The sentence is the task of the page, and it comes before any code."""
+def test_pages_begin_with_title_and_sentence(path):
+    """The sentence states the task of the page and precedes all code."""
     title, _, first = path.read_text().splitlines()[:3]
     assert title.startswith("# ")
     assert re.match(r"[A-Z`]\w", first)
@@ -49,8 +49,8 @@ def test_python_blocks_compile(path):
 
 
 def run_readme(path: str) -> tuple[str, list[tuple[int, ...]]]:
-    """Return the README's script as one rank runs it: how a weight is placed, and the shapes of what is kept for it."""
-    dist.init_process_group = lambda: None  # there is one already
+    """Run the README's script on one rank. Return a weight's placements, and the shapes of its tensors on this rank."""
+    dist.init_process_group = lambda: None  # the process group exists already
     names = runpy.run_path(path)
     weight = names["model"][0].weight
     moments = names["optimizer"].state[weight]
@@ -58,7 +58,7 @@ def run_readme(path: str) -> tuple[str, list[tuple[int, ...]]]:
     return str(weight.placements), [tuple(weight.shape), *(tuple(tensor.to_local().shape) for tensor in kept)]
 
 
-def test_the_readme_script_does_what_the_table_under_it_states(tmp_path):
+def test_readme_script_matches_its_table(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(code_blocks(page("README.md"), "python")[0])
     for placed, shapes in run_ranks(2, run_readme, str(script)):
@@ -67,7 +67,7 @@ def test_the_readme_script_does_what_the_table_under_it_states(tmp_path):
 
 
 def run_tensor_parallel(path: str) -> list[list[str]]:
-    """Return the page's script as one rank runs it: what the table under it says, of the model that it has built."""
+    """Run the page's script on one rank. Return the rows of the table below the script, computed from the model."""
     dist.init_process_group = lambda: None
     model = runpy.run_path(path)["model"]
     return [describe(model, *place) for place in ((1, "weight"), (3, "weight"), (3, "bias"), (0, "weight"))]
@@ -89,7 +89,7 @@ def describe(model: nn.Module, layer: int, name: str) -> list[str]:
     return [f"model[0][{layer}].{name}", *between, visited]
 
 
-def test_the_tensor_parallel_script_does_what_the_table_under_it_states(tmp_path):
+def test_tensor_parallel_script_matches_its_table(tmp_path):
     text = page("docs/tensor_parallel.md")
     script = tmp_path / "script.py"
     script.write_text(code_blocks(text, "python")[0])
@@ -97,13 +97,13 @@ def test_the_tensor_parallel_script_does_what_the_table_under_it_states(tmp_path
         assert found == rows(text)
 
 
-def test_the_readme_quotes_an_error_as_it_is():
+def test_readme_quotes_actual_error_message():
     quoted = re.search(r"^fullshard\.errors\.ConfigError: (.*?)^```", page("README.md"), re.MULTILINE | re.DOTALL)[1]
     with pytest.raises(ValueError, match=re.escape(" ".join(quoted.split()))):
         resolve_placements("zero4")
 
 
-def test_sent_bytes_are_those_of_the_codecs():
+def test_compression_table_matches_codec_sizes():
     options, _ = section(page("docs/networks.md"), "Compressed communication").split("The effect on the loss", 1)
     table = rows(options)
     assert len(table) > 1
@@ -111,13 +111,13 @@ def test_sent_bytes_are_those_of_the_codecs():
         assert f"{codec_named(word).nbytes(1 << 20) / (1 << 20):.3g}" == reported
 
 
-def test_files_that_pages_name_exist():
+def test_files_named_in_pages_exist():
     for path in PAGES:
         named = re.findall(r"\b((?:benchmarks|examples|tests|docs)/[\w/]+\.(?:py|md))\b", path.read_text())
         assert [name for name in named if not (ROOT / name).is_file()] == [], path.name
 
 
-def test_rooms_are_those_of_the_tree():
+def test_room_table_matches_package_tree():
     reported = [row[0].removesuffix(".py").rstrip("/") for row in rows(section(page("docs/design.md"), "Rooms"))]
     assert reported == [room for room in ROOMS if room != PUBLIC]
     files = {path.stem for path in PACKAGE.glob("*.py")}
@@ -151,14 +151,14 @@ def made_here(value: ast.expr | None) -> bool:
     return isinstance(value, containers) or (bool(kind) and kind not in {"logging.getLogger", "Kept"})
 
 
-def test_the_state_of_the_process_is_listed():
+def test_process_state_table_lists_all_module_state():
     table = rows(section(page("docs/design.md"), "State of the process").split("Functions that install something")[0])
     listed = [(file, name) for _, names, file in table for name in names.split(", ")]
     assert len(listed) == len(set(listed))
     assert set(listed) == state_of_modules()
 
 
-def test_what_the_process_installs_once_is_listed():
+def test_process_state_table_lists_cached_install_functions():
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -171,7 +171,7 @@ def test_what_the_process_installs_once_is_listed():
 
 
 @pytest.mark.parametrize(("name", "heading"), [("README.md", "Strategies"), ("docs/strategies.md", "Placements")])
-def test_strategies_are_those_of_the_engine(name, heading):
+def test_strategy_tables_match_engine(name, heading):
     table = rows(section(page(name), heading))
     assert [(row[0], row[1].split(" ")[0]) for row in table] == [(s.value, s.name) for s in ShardingStrategy]
     for short, _, *states in table:
@@ -207,7 +207,7 @@ def count_traffic(strategy: str, reduce_each: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("reduce_each", [True, False])
 @pytest.mark.parametrize("formulas", rows(section(page("docs/strategies.md"), "Traffic")), ids=lambda row: row[0])
-def test_traffic_is_what_the_formulas_state(formulas, reduce_each):
+def test_traffic_matches_documented_formulas(formulas, reduce_each):
     strategy, *expressions = formulas
     whole = (LAYERS + 1) * UNIT_BYTES
     reductions = MICROBATCHES if reduce_each else 1
@@ -223,8 +223,8 @@ def named(text: str, heading: str) -> set[str]:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")
-def test_moving_over_covers_all_that_torch_has():
-    """Every argument and public method of torch's, whether we have it or not, and what we lack is called so."""
+def test_moving_over_page_covers_torch_arguments_and_methods():
+    """The page lists every argument and public method of torch, and marks those that fullshard lacks as missing."""
     from torch.distributed import fsdp as peer
 
     import fullshard as own
@@ -244,7 +244,7 @@ def test_moving_over_covers_all_that_torch_has():
             assert all(there) if "missing" not in row[1] else not all(there), row[0]
 
 
-def test_the_table_of_steps_states_what_was_measured():
+def test_benchmark_table_matches_measurements():
     assert runpy.run_path(str(ROOT / "benchmarks/summary.py"))["table"]() in page("docs/benchmarks.md")
 
 
@@ -342,7 +342,7 @@ def unknown_names(text: str) -> list[str]:
     return unknown
 
 
-def test_one_step_names_only_what_exists():
+def test_one_step_page_uses_only_existing_names():
     assert unknown_names(page("docs/one_step.md")) == []
     planted = "`Runtime._start`, `_no_such`, `Unit.__init__` (`engine/gather.py`), `Gather.start` (`engine/gather.py`)"
     assert unknown_names(planted) == ["Runtime._start", "_no_such", "Unit.__init__ in engine/gather.py"]
@@ -357,9 +357,9 @@ def first_out_of_order(names: Sequence[str], called: Sequence[str]) -> str | Non
 @pytest.mark.parametrize(
     ("heading", "step"), [("Before the first step: `fully_shard`", 0), ("Forward", 4), ("Backward", 4)]
 )
-def test_one_step_is_reported_in_the_order_in_which_it_happens(heading, step):
-    """Every function that a section names is called in it, after the one named before. Functions that an item is the
-    first to name are called for the first time in this order.
+def test_one_step_page_lists_functions_in_call_order(heading, step):
+    """Each function that a section names is called in that phase, after the function named before it. Functions that
+    an item names first are first called in this order.
     """
     items = re.split(r"\n\d+\. ", section(page("docs/one_step.md"), heading))
     reported = [[name for name in re.findall(r"`([\w.]+)`", item) if name in functions_defined()] for item in items]
@@ -367,7 +367,7 @@ def test_one_step_is_reported_in_the_order_in_which_it_happens(heading, step):
     assert len(names) > 8
     called = run_ranks(2, functions_called, heading, step)[0]
     if step == 0:
-        called = called[: called.index("install") + 1]  # of the first unit: the others repeat all of it
+        called = called[: called.index("install") + 1]  # only the first unit; the other units repeat these calls
     assert first_out_of_order(names, called) is None
     named: set[str] = set()
     for item in reported:

@@ -1,4 +1,4 @@
-"""Users import exactly the names in the documentation, and every name has a description."""
+"""Public modules export exactly the documented names, and every name has a docstring."""
 
 import enum
 import inspect
@@ -183,7 +183,7 @@ DOCUMENTED = {
 
 
 def public_things(module: str) -> Iterator[tuple[str, object]]:
-    """Every public function and class of `module`, and what those classes define themselves for users to call."""
+    """Yield the public functions and classes of `module`, and the public methods that those classes define."""
     for name in DOCUMENTED[module]:
         thing = getattr(import_module(module), name)
         if inspect.isclass(thing) or inspect.isroutine(thing):
@@ -204,17 +204,17 @@ def is_explained(thing: object) -> bool:
 
 
 @pytest.mark.parametrize("module", DOCUMENTED)
-def test_public_names_are_the_documented_ones(module):
+def test_public_names_match_documentation(module):
     assert sorted(import_module(module).__all__) == DOCUMENTED[module]
 
 
 @pytest.mark.parametrize("module", DOCUMENTED)
-def test_public_names_exist_and_are_explained(module):
+def test_public_names_exist_and_have_docstrings(module):
     assert [name for name, thing in public_things(module) if not is_explained(thing)] == []
 
 
 @pytest.mark.parametrize("module", ["fullshard", "fullshard.optim"])
-def test_other_names_raise_attribute_errors(module):
+def test_unknown_names_raise_attribute_error(module):
     with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
         _ = import_module(module).nothing
 

@@ -1,7 +1,7 @@
-"""The house stands: imports go down or sideways to a room listed earlier, never up.
+"""Imports between the rooms of the package follow the order of ROOMS.
 
-A room is a folder of the package, or a file at its root. What a room may import is what stands above it in ROOMS. Where
-a room lists its files, they are in reading order too: a file imports those before it. A new file needs its place there.
+A room is a folder of the package, or a file at its root. A room may import only rooms that precede it in ROOMS. If a
+room lists its files, a file may import only files that precede it in the list. A new file must be added to the list.
 """
 
 import ast
@@ -127,7 +127,7 @@ ROOMS: dict[str, list[str] | None] = {
     "fsdp_module": None,
     "graphs": None,
     "fsdp1": ["precision", "wrapper", "__init__"],
-    "plan": None,  # which shards a model to measure what that costs
+    "plan": None,  # shards a model to measure the cost
     "report": [
         "run",
         "usage",
@@ -154,12 +154,12 @@ ROOMS: dict[str, list[str] | None] = {
         "watching",
         "recording",
     ],
-    # what users import, made of all that is above
+    # the public names, imported from the rooms above
     PUBLIC: None,
     # edges: nothing above imports these
     "command_line": None,
     "integrations": None,
-    "testing": None,  # which tries pipelines
+    "testing": None,  # tests pipelines
     "train": None,
     "planner": [
         "shorten",
@@ -183,7 +183,7 @@ ROOMS: dict[str, list[str] | None] = {
     "cli": None,
 }
 FORBIDDEN = "torch.distributed.fsdp"
-PEERS_NAMES = {"integrations/deepspeed/utils.py"}  # which scripts import by that name
+PEERS_NAMES = {"integrations/deepspeed/utils.py"}  # scripts import this name
 EMPTY_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}
 
 
@@ -192,7 +192,7 @@ def room_of(path: Path, package: Path) -> str:
 
 
 def imported_names(path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of each import anywhere in the file; one for each name of `from x import a, b`."""
+    """Yield the line and dotted name of each import in the file, one per name of `from x import a, b`."""
     folder = [package.name, *path.relative_to(package).parent.parts]
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
@@ -241,11 +241,11 @@ def target_room(name: str, package: str, places: dict[str, int]) -> str | None:
     return remaining[0] if remaining and (len(remaining) > 1 or remaining[0] in places) else PUBLIC
 
 
-def test_imports_never_go_up():
+def test_rooms_import_only_earlier_rooms():
     assert complaints(PACKAGE, ROOMS) == []
 
 
-def test_no_room_or_file_is_listed_that_is_not_there():
+def test_listed_rooms_and_files_exist():
     here = {room for room in ROOMS if (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").is_file()}
     assert here == set(ROOMS)
     listed = [PACKAGE / room / f"{file}.py" for room, files in ROOMS.items() for file in files or ()]
@@ -276,13 +276,13 @@ def test_no_room_or_file_is_listed_that_is_not_there():
         ("import torch\ntorch.distributed.fsdp.wrap()", "own engine"),
     ],
 )
-def test_the_check_sees_every_kind_of_import(tmp_path, source, stated):
+def test_import_check_detects_every_kind_of_import(tmp_path, source, stated):
     found = complaints(house(tmp_path, {"mid.py": source}), dict.fromkeys(["low", "mid", "high", PUBLIC, "attic"]))
     assert len(found) == (stated is not None)
     assert all(stated in line and line.startswith("house/mid.py:") for line in found)
 
 
-def test_a_folder_is_one_room(tmp_path):
+def test_import_check_treats_folder_as_one_room(tmp_path):
     files = {
         "low.py": "",
         "attic/__init__.py": "from .box import x",
@@ -301,12 +301,12 @@ def test_a_folder_is_one_room(tmp_path):
         "import torch\n\ntorch.distributed.fsdp",
     ],
 )
-def test_the_sharding_of_torch_is_imported_nowhere(tmp_path, source):
+def test_import_check_rejects_torch_fsdp_imports(tmp_path, source):
     (line,) = complaints(house(tmp_path, {"box.py": source}), {"box": None})
     assert "own engine" in line
 
 
-def test_files_need_a_floor_and_a_name(tmp_path):
+def test_import_check_rejects_unlisted_and_vaguely_named_files(tmp_path):
     assert "add 'new' to ROOMS" in complaints(house(tmp_path, {"new.py": ""}), {"low": None})[0]
     assert (
         "name it after its subject"
@@ -314,7 +314,7 @@ def test_files_need_a_floor_and_a_name(tmp_path):
     )
 
 
-def test_files_of_a_room_import_those_listed_before_them(tmp_path):
+def test_files_of_room_import_only_earlier_files(tmp_path):
     rooms = {"low": None, "attic": ["box", "lid"]}
     files = {"low.py": "", "attic/box.py": "from house import low", "attic/lid.py": "from house.attic.box import x"}
     assert complaints(house(tmp_path, files), rooms) == []

@@ -30,14 +30,14 @@ def write_group(folder: Path, names: tuple[str, str, str, str], limit: object, u
     (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {files // 2}\n{names[3]} {files - files // 2}\n")
 
 
-def test_without_groups_it_is_what_the_machine_has_available(kernel):
+def test_host_room_without_cgroups_is_available_memory(kernel):
     assert host_memory.host_room() == host_memory.available_bytes() == 8 << 20
 
 
 @pytest.mark.parametrize(
     ("line", "top", "names"), [("0::", "", SECOND), ("4:cpu,memory:", "memory", FIRST)], ids=["second", "first"]
 )
-def test_the_least_that_is_left_in_a_group_around_the_process_counts(kernel, line, top, names):
+def test_host_room_is_smallest_remainder_of_enclosing_cgroups(kernel, line, top, names):
     (kernel / "cgroup").write_text(f"1:pids:/elsewhere\n{line}/job/step/task\n")
     tree = kernel / "groups" / top
     write_group(tree / "job/step/task", names, "max", 5)
@@ -51,20 +51,20 @@ def test_the_least_that_is_left_in_a_group_around_the_process_counts(kernel, lin
 
 
 @pytest.mark.parametrize(("top", "names"), [("", SECOND), ("memory", FIRST)], ids=["second", "first"])
-def test_a_container_whose_group_is_the_top_of_the_tree_has_its_limit(kernel, top, names):
-    """Its name there is the one outside, which its own tree does not have."""
+def test_host_room_uses_limit_of_top_level_container_cgroup(kernel, top, names):
+    """The process's cgroup file gives the path outside of the container, which the container's tree does not have."""
     (kernel / "cgroup").write_text("0::/\n4:memory:/docker/1f2e\n")
     write_group(kernel / "groups" / top, names, 7000, used=2000)
     assert host_memory.host_room() == 5000
 
 
-def test_a_group_that_has_more_than_the_machine_changes_nothing(kernel):
+def test_cgroup_limit_above_machine_memory_is_ignored(kernel):
     (kernel / "cgroup").write_text("0::/\n")
     write_group(kernel / "groups", SECOND, 1 << 60, used=0)
     assert host_memory.host_room() == 8 << 20
 
 
-def test_a_kernel_that_does_not_report_is_no_error(kernel):
+def test_host_room_is_none_without_kernel_report(kernel):
     (kernel / "meminfo").write_text("MemTotal:  16384 kB\n")
     assert host_memory.available_bytes() is None and host_memory.host_room() is None
     (kernel / "meminfo").unlink()
@@ -73,7 +73,7 @@ def test_a_kernel_that_does_not_report_is_no_error(kernel):
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_a_tenth_is_left_and_ranks_have_equal_shares(ranks):
+def test_ranks_share_nine_tenths_of_host_memory_equally(ranks):
     share = host_memory.share_of_host(ranks)
     assert share == accelerator_for(torch.device("cpu")).host_room(ranks)
     assert 0 <= 0.9 * (8 << 20) - ranks * share <= ranks

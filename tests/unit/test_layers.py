@@ -61,7 +61,7 @@ def third_party(modules: dict[str, str | None]) -> set[str]:
     return tops - {"fullshard"}
 
 
-def test_sharding_loads_no_plug_in_and_no_application(loaded):
+def test_sharding_imports_no_plug_ins_or_applications(loaded):
     """The file `report/__init__.py` is empty; see `fullshard/__init__.py`."""
     files = {file.relative_to(PACKAGE).as_posix() for file in own(loaded).values()} - {"report/__init__.py"}
     rooms = {file.partition("/")[0].removesuffix(".py") for file in files}
@@ -81,25 +81,25 @@ def is_text(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
-def test_lines_are_counted_without_docstrings():
+def test_line_count_excludes_docstrings():
     texts = ['"""A module.\n\nText.\n"""', "class C:", '    """A class."""', "    def f(self):", '        """Do."""']
     source = "\n".join([*texts, '        return "text"'])
     assert lines_without_docstrings(source) == len(source.splitlines()) - 6
 
 
-def test_sharding_loads_few_modules_and_lines(loaded):
+def test_sharding_imports_few_modules_and_lines(loaded):
     lines = sum(lines_without_docstrings(file.read_text()) for file in own(loaded).values())
     assert len(own(loaded)) <= MAX_MODULES
     assert lines <= MAX_LINES
 
 
-def test_steps_load_no_code_for_options_that_are_not_used(loaded):
-    """Neither disks, budgets, encoded messages nor payloads of tensor subclasses."""
+def test_steps_import_no_code_of_unused_options(loaded):
+    """Steps load no code for disks, budgets, encoded communication or payloads of tensor subclasses."""
     more = set(own(loaded_by(STEP))) - set(own(loaded))
     assert {name.removeprefix("fullshard.") for name in more} == LOADED_BY_STEPS
 
 
-def test_sharding_loads_no_third_party_package_but_torch(loaded):
+def test_sharding_imports_no_third_party_package_except_torch(loaded):
     """Compare with a process that imports the same modules of torch, since these import packages, too."""
     of_torch = [name for name in loaded if name.partition(".")[0] == "torch" and loaded[name] is not None]
     program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
@@ -113,13 +113,13 @@ def test_sharding_loads_no_third_party_package_but_torch(loaded):
     "program",
     ["import fullshard", *(f"import fullshard.cli; fullshard.cli.main([{word!r}])" for word in ("--help", "x"))],
 )
-def test_importing_the_package_and_asking_for_help_load_no_third_party_package(program):
-    """So `fullshard --help` and messages about invalid subcommands take a tenth of a second."""
+def test_import_and_help_load_no_third_party_package(program):
+    """This keeps `fullshard --help` and messages about invalid subcommands at a tenth of a second."""
     quiet = "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n    "
     assert third_party(loaded_by(quiet + program)) == third_party(loaded_by(""))
 
 
-def test_names_are_loaded_on_first_access(loaded):
+def test_public_names_are_loaded_on_first_access(loaded):
     """A submodule that has the name of a function must not replace it."""
     program = "import fullshard.report.page, fullshard\nassert fullshard.report.__name__ == 'report'"
     assert "fullshard.report.recording" not in loaded
@@ -127,5 +127,5 @@ def test_names_are_loaded_on_first_access(loaded):
 
 
 @pytest.mark.parametrize("package", ["fullshard", "fullshard.optim"])
-def test_names_are_listed_before_they_are_loaded(package):
+def test_dir_lists_public_names_before_loading(package):
     loaded_by(f"import {package} as package\nassert set(package.__all__) <= set(dir(package))")

@@ -1,4 +1,4 @@
-"""Who owns what, and where it lies: laws that hold for any shapes at any world size."""
+"""Ownership and offsets of shards: laws that hold for any shapes at any world size."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -56,7 +56,7 @@ def regions_are_disjoint(regions: list[slice], room: int) -> bool:
 
 
 @given(st.integers(0, 300), WORLDS)
-def test_owned_is_what_chunk_gives(size, world):
+def test_owned_rows_match_torch_chunk(size, world):
     """A shard therefore equals `DTensor`'s `Shard`, at every size."""
     expected = [part.tolist() for part in torch.arange(size).chunk(world)] if size else []
     expected += [[]] * (world - len(expected))
@@ -77,7 +77,7 @@ def test_every_element_is_owned_once(shape, world):
 
 
 @given(SHAPES, WORLDS)
-def test_no_cut_makes_smaller_parts_where_rows_are_fewer_than_ranks(shape, world):
+def test_choose_spec_minimizes_shard_size_if_rows_are_fewer_than_ranks(shape, world):
     spec = choose_spec(shape, world)
     if not shape:
         assert spec.dim is None
@@ -88,7 +88,7 @@ def test_no_cut_makes_smaller_parts_where_rows_are_fewer_than_ranks(shape, world
 
 
 @given(st.lists(CHOICES, max_size=8), WORLDS, ITEMSIZES)
-def test_parameters_are_sharded_along_the_requested_dims(choices, world, itemsize):
+def test_parameters_are_sharded_along_requested_dims(choices, world, itemsize):
     layout = lay_out([c[0] for c in choices], world, itemsize, [c[1] for c in choices])
     for (shape, dim), param_layout in zip(choices, layout.params, strict=True):
         assert param_layout.spec == (choose_spec(shape, world) if dim is None else ShardSpec(shape, dim, world))
@@ -96,12 +96,12 @@ def test_parameters_are_sharded_along_the_requested_dims(choices, world, itemsiz
 
 
 @given(LAYOUTS)
-def test_whole_regions_are_disjoint(layout):
+def test_unsharded_regions_are_disjoint(layout):
     assert regions_are_disjoint([param_layout.region for param_layout in layout.params], layout.unsharded_numel)
 
 
 @given(LAYOUTS)
-def test_parts_are_disjoint_and_the_pack_follows_those_in_place(layout):
+def test_shard_parts_are_disjoint_and_pack_follows_in_place_parts(layout):
     assert regions_are_disjoint([param_layout.part for param_layout in layout.params], layout.shard_numel)
     for param_layout in layout.params:
         inside = layout.pack.start <= param_layout.part.start and param_layout.part.stop <= layout.pack.stop
@@ -110,21 +110,21 @@ def test_parts_are_disjoint_and_the_pack_follows_those_in_place(layout):
 
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES, RULES)
-def test_everything_starts_on_a_16_byte_boundary(shapes, world, itemsize, rule):
+def test_all_offsets_are_16_byte_aligned(shapes, world, itemsize, rule):
     """A misaligned message makes NCCL many times slower, at any world size."""
     layout = lay_out(shapes, world, itemsize, rule=rule)
     for param_layout in layout.params:
         assert aligned(param_layout.shard_offset, itemsize)
         assert aligned(param_layout.unsharded_offset, itemsize)
-        if param_layout.in_place:  # then rank r's part begins r parts on
+        if param_layout.in_place:  # the part of rank r starts r parts later
             assert aligned(param_layout.spec.part_numel, itemsize)
     assert aligned(layout.pack_offset, itemsize)
     assert aligned(layout.pack_numel, itemsize)
 
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
-def test_on_a_queue_parameters_start_where_kernels_like_it(shapes, world, itemsize):
-    """As for separate tensors, at the price of a gap below 256 bytes. The shard buffer has no such gaps."""
+def test_unsharded_offsets_on_queue_are_256_byte_aligned(shapes, world, itemsize):
+    """This is the alignment of separate tensors. It costs gaps below 256 bytes. The shard buffer has no such gaps."""
     layout = lay_out(shapes, world, itemsize, rule=ON_A_QUEUE)
     assert all(param_layout.unsharded_offset * itemsize % 256 == 0 for param_layout in layout.params)
     assert layout.unsharded_numel * itemsize % 256 == 0  # the pack's message follows
@@ -136,7 +136,7 @@ def test_on_a_queue_parameters_start_where_kernels_like_it(shapes, world, itemsi
 
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES, RULES)
-def test_parameters_in_place_have_little_padding_and_enough_bytes_for_a_message(shapes, world, itemsize, rule):
+def test_in_place_parameters_have_little_padding_and_minimum_size(shapes, world, itemsize, rule):
     for param_layout in lay_out(shapes, world, itemsize, rule=rule).in_place:
         assert param_layout.spec.dim == 0
         assert param_layout.spec.padding <= rule.max_padding * param_layout.spec.numel
@@ -146,7 +146,7 @@ def test_parameters_in_place_have_little_padding_and_enough_bytes_for_a_message(
 
 
 @given(st.lists(MATRICES, max_size=8), WORLDS, ITEMSIZES, RULES)
-def test_the_largest_travel_in_place_and_more_of_them_only_where_a_copy_costs_more(shapes, world, itemsize, rule):
+def test_largest_parameters_are_in_place_up_to_message_limit(shapes, world, itemsize, rule):
     params = lay_out(shapes, world, itemsize, rule=rule).params
     in_place = [p.spec.numel for p in params if p.in_place]
     packed = [p.spec.numel for p in params if not p.in_place and fits_in_place(p.spec, itemsize, rule)]
@@ -159,8 +159,8 @@ def test_the_largest_travel_in_place_and_more_of_them_only_where_a_copy_costs_mo
     assert all(numel * itemsize < rule.always_from_nbytes for numel in packed)
 
 
-def test_hundreds_of_experts_are_a_few_messages_on_a_queue():
-    """Unless each is so large that it costs more to copy; between CPUs it always does."""
+def test_many_small_experts_use_few_messages_on_queue():
+    """Exceptions: experts so large that a copy costs more than a message, and CPUs, where a copy always costs more."""
     small, large = [(1024, 704)] * 300, [(2048, 4096)] * 300
     for world in (1, 8, 512):
         assert len(lay_out(small, world, itemsize=2, rule=ON_A_QUEUE).in_place) == ON_A_QUEUE.most
@@ -168,8 +168,8 @@ def test_hundreds_of_experts_are_a_few_messages_on_a_queue():
     assert len(lay_out(small, 8, itemsize=2).in_place) == 300
 
 
-def test_separate_messages_on_a_queue_do_not_depend_on_the_world_size():
-    """Its operation is on the full parameter, for any shard of a rank."""
+def test_in_place_choice_on_queue_does_not_depend_on_world_size():
+    """A message operates on the full parameter, whatever the size of a shard."""
     for world in (1, 8, 64, 512):
         params = lay_out([(1024, 2048), (512, 512)], world, itemsize=2, rule=ON_A_QUEUE).params
         assert [param_layout.in_place for param_layout in params] == [True, False]
@@ -194,7 +194,7 @@ def test_padding_is_bounded(shapes, world, itemsize, rule):
 
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES, RULES)
-def test_ranks_parts_laid_end_to_end_are_a_parameter_in_place(shapes, world, itemsize, rule):
+def test_concatenated_parts_equal_in_place_parameter(shapes, world, itemsize, rule):
     """Gathers need no copy, because the first rows of the region are the full parameter."""
     for param_layout in lay_out(shapes, world, itemsize, rule=rule).in_place:
         for rank in range(world):
@@ -203,21 +203,21 @@ def test_ranks_parts_laid_end_to_end_are_a_parameter_in_place(shapes, world, ite
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=8), ITEMSIZES)
-def test_at_one_rank_nothing_is_added_but_gaps(shapes, itemsize):
+def test_layout_of_one_rank_has_no_padding(shapes, itemsize):
     layout = lay_out(shapes, 1, itemsize)
     assert all(param_layout.spec.padding == 0 for param_layout in layout.params)
     assert layout.shard_numel == layout.unsharded_numel
 
 
-def test_a_parameter_that_would_be_mostly_padding_at_some_world_is_packed_there():
-    """97 rows are 4 x 25 less 3, but 8 x 13 less 7."""
+def test_parameter_is_packed_at_world_size_with_too_much_padding():
+    """97 rows need 3 rows of padding on 4 ranks, but 7 on 8 ranks."""
     in_place = {world: lay_out([(97, 512)], world, itemsize=4).params[0].in_place for world in (1, 2, 3, 4, 8)}
     assert in_place == {1: True, 2: True, 3: True, 4: True, 8: False}
 
 
 @given(MATRICES, st.sampled_from([8, 64, 96]), ITEMSIZES)
-def test_on_a_queue_padding_is_no_reason_for_a_copy(shape, world, itemsize):
-    """A packed parameter has it, too: its part of the message is as large."""
+def test_padding_on_queue_does_not_force_packing(shape, world, itemsize):
+    """A packed parameter has the same padding: its part of the message is equally large."""
     rule = replace(ON_A_QUEUE, least_nbytes=0)
     layout = lay_out([shape], world, itemsize, rule=rule)
     [param_layout] = layout.params
@@ -228,7 +228,7 @@ def test_on_a_queue_padding_is_no_reason_for_a_copy(shape, world, itemsize):
     assert layout.unsharded_numel <= packed.unsharded_numel + world * packed.pack_numel
 
 
-def test_a_transformer_block_travels_in_place():
+def test_transformer_block_matrices_are_in_place():
     """The matrices of real models are never packed, also at world sizes that do not divide them."""
     matrices = [(4096, 1024), (1024, 4096), (3072, 1024), (50257, 1024)]
     for world in range(1, 10):
@@ -237,17 +237,17 @@ def test_a_transformer_block_travels_in_place():
 
 
 @given(st.integers(0, 1000), st.integers(1, 64))
-def test_align_gives_the_nearest_multiple_above(position, step):
+def test_align_rounds_up_to_multiple(position, step):
     assert align(position, step) % step == 0
     assert position <= align(position, step) < position + step
 
 
 @given(SHAPES, st.integers(-5, 5))
-def test_a_cut_along_a_dim_that_is_not_there_is_refused(shape, dim):
+def test_shard_spec_along_missing_dim_raises(shape, dim):
     assume(not 0 <= dim < len(shape))
     with pytest.raises(LayoutError, match=rf"along dim {dim}: it has {len(shape)} dims"):
         ShardSpec(shape, dim, 2)
 
 
-def test_a_section_without_parameters_takes_nothing():
+def test_layout_without_parameters_is_empty():
     assert lay_out([], 4, 4) == GroupLayout(4, (), 0, 0, 0)

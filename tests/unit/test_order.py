@@ -1,4 +1,4 @@
-"""The order of units, and what follows from it: rules over small integers."""
+"""The order of units, and the prefetching and slots derived from it. Units are small integers."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,13 +16,13 @@ SIZES = st.fixed_dictionaries({unit: st.integers(1, 100) for unit in range(6)})
 
 
 def used(tracker: OrderTracker, unit: int, depth: int = 1) -> tuple[int, ...]:
-    """Return the units that come next after a use of `unit`."""
+    """Record a use of `unit`, and return the units expected next."""
     tracker.record(unit)
     return tracker.following(depth)
 
 
 def slot_sizes(assigned: dict[int, int], nbytes: dict[int, int]) -> dict[int, int]:
-    """Return bytes by slot: those of its largest unit."""
+    """Return the bytes of each slot, which are those of its largest unit."""
     sizes: dict[int, int] = {}
     for unit, slot in assigned.items():
         sizes[slot] = max(sizes.get(slot, 0), nbytes[unit])
@@ -37,7 +37,7 @@ def most_live_bytes(intervals: list[Interval], nbytes: dict[int, int]) -> int:
 
 
 @given(INTERVALS, SIZES)
-def test_units_that_are_whole_at_once_never_share_a_slot(intervals, nbytes):
+def test_concurrently_unsharded_units_never_share_slot(intervals, nbytes):
     assigned = assign_slots(intervals, nbytes)
     for a in intervals:
         for b in intervals:
@@ -46,28 +46,28 @@ def test_units_that_are_whole_at_once_never_share_a_slot(intervals, nbytes):
 
 
 @given(INTERVALS, SIZES)
-def test_every_unit_that_was_whole_has_a_slot(intervals, nbytes):
+def test_every_unsharded_unit_has_slot(intervals, nbytes):
     assert set(assign_slots(intervals, nbytes)) == {interval.unit for interval in intervals}
 
 
 @given(INTERVALS, SIZES)
-def test_slots_hold_what_is_live_and_no_more_than_all_units(intervals, nbytes):
+def test_total_slot_bytes_are_between_live_peak_and_all_units(intervals, nbytes):
     assigned = assign_slots(intervals, nbytes)
     total = sum(slot_sizes(assigned, nbytes).values())
     assert most_live_bytes(intervals, nbytes) <= total <= sum(nbytes[unit] for unit in assigned)
 
 
 @given(INTERVALS, SIZES, st.randoms(use_true_random=False))
-def test_slots_do_not_depend_on_the_order_in_which_intervals_ended(intervals, nbytes, random):
-    """All ranks must agree, for any order of their lists."""
+def test_slots_do_not_depend_on_order_of_intervals(intervals, nbytes, random):
+    """All ranks must assign the same slots, in whatever order they list intervals."""
     shuffled = list(intervals)
     random.shuffle(shuffled)
     assert assign_slots(shuffled, nbytes) == assign_slots(intervals, nbytes)
 
 
 @given(st.integers(1, 12), st.integers(1, 100), st.integers(1, 100), st.integers(1, 3))
-def test_blocks_in_a_row_take_no_more_than_what_is_live(blocks, block_bytes, root_bytes, ahead):
-    """The pattern of every transformer under `zero3`: the root throughout, each block with its successor, both ways."""
+def test_slots_of_consecutive_blocks_equal_live_peak(blocks, block_bytes, root_bytes, ahead):
+    """The pattern of transformers under `zero3`: the root stays unsharded, each block overlaps its successor."""
     nbytes = dict.fromkeys(range(blocks), block_bytes) | {blocks: root_bytes}
     forward = [Interval(i, max(0, i - ahead) * 2, i * 2 + 2) for i in range(blocks)]
     end = 2 * blocks
@@ -78,7 +78,7 @@ def test_blocks_in_a_row_take_no_more_than_what_is_live(blocks, block_bytes, roo
 
 
 @given(st.lists(UNITS, max_size=12), st.integers(1, 3))
-def test_a_tracker_of_the_same_order_always_predicts_the_next_units(order, ahead):
+def test_tracker_predicts_next_units_if_order_repeats(order, ahead):
     tracker = OrderTracker(order)
     for position, unit in enumerate(order):
         assert used(tracker, unit, ahead) == tuple(order[position + 1 : position + 1 + ahead])
@@ -86,7 +86,7 @@ def test_a_tracker_of_the_same_order_always_predicts_the_next_units(order, ahead
 
 
 @given(st.lists(UNITS, max_size=12), st.lists(UNITS, max_size=12))
-def test_a_tracker_sees_what_is_used_and_agrees_only_with_that(expected, order):
+def test_tracker_records_order_and_agrees_only_if_equal(expected, order):
     tracker = OrderTracker(expected)
     for unit in order:
         tracker.record(unit)
@@ -95,7 +95,7 @@ def test_a_tracker_sees_what_is_used_and_agrees_only_with_that(expected, order):
 
 
 @given(st.lists(UNITS, max_size=12), st.lists(UNITS, max_size=12), st.sets(UNITS))
-def test_a_tracker_agrees_on_some_units_whatever_the_others_did(expected, order, units):
+def test_tracker_agreement_on_subset_ignores_other_units(expected, order, units):
     tracker = OrderTracker(expected)
     for unit in order:
         tracker.record(unit)
@@ -103,20 +103,20 @@ def test_a_tracker_agrees_on_some_units_whatever_the_others_did(expected, order,
     assert tracker.agrees_on(units) == same
 
 
-def test_a_tracker_that_expects_nothing_prefetches_nothing():
+def test_tracker_without_expected_order_prefetches_nothing():
     tracker = OrderTracker()
     assert [used(tracker, unit) for unit in (0, 1, 0)] == [(), (), ()]
 
 
-def test_a_tracker_skips_units_that_were_left_out():
-    """A branch that is not used: the order continues after it."""
+def test_tracker_skips_unused_units():
+    """The order continues after a branch that is not used."""
     tracker = OrderTracker([0, 1, 2, 3])
     assert used(tracker, 0) == (1,)
     assert used(tracker, 2) == (3,)
     assert not tracker.agrees_on(range(99))
 
 
-def test_a_tracker_waits_where_a_unit_is_new_and_goes_on_from_there():
+def test_tracker_predicts_nothing_after_new_unit_and_then_continues():
     tracker = OrderTracker([0, 1, 2])
     used(tracker, 0)
     assert used(tracker, 7) == ()

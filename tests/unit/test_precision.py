@@ -22,7 +22,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
         (MixedPrecisionPolicy(output_dtype=FP16), FP32, FP32, FP32),
     ],
 )
-def test_none_keeps_the_dtype_that_is_there(policy, stored, compute, reduce):
+def test_unset_dtypes_default_to_stored_or_compute_dtype(policy, stored, compute, reduce):
     assert policy.contract(stored) == DtypeContract(stored=stored, compute=compute, reduce=reduce)
 
 
@@ -33,12 +33,12 @@ def test_integers_and_quantized_weights_are_never_cast(stored):
 
 
 @pytest.mark.parametrize(("compute", "reduce", "itemsize"), [(BF16, FP32, 2), (FP32, BF16, 2), (FP64, FP64, 4)])
-def test_alignment_is_counted_in_the_smallest_item(compute, reduce, itemsize):
-    """An offset that is aligned in one buffer of a section is then aligned in all of them."""
+def test_contract_itemsize_is_smallest_of_all_dtypes(compute, reduce, itemsize):
+    """An offset that is aligned in one buffer of a parameter group is then aligned in all of its buffers."""
     assert DtypeContract(stored=FP32, compute=compute, reduce=reduce).itemsize == itemsize
 
 
-def test_a_contract_reads_as_a_sentence():
+def test_dtype_contract_str_names_dtypes():
     contract = DtypeContract(stored=FP32, compute=BF16, reduce=FP32)
     assert str(contract) == "stored float32, computed and gathered bfloat16, reduced float32"
 
@@ -55,12 +55,12 @@ def test_a_contract_reads_as_a_sentence():
         (MixedPrecision, "buffer_dtype"),
     ],
 )
-def test_what_is_no_floating_point_dtype_is_refused_by_name(policy, name, wrong):
+def test_non_floating_point_dtype_raises_with_argument_name(policy, name, wrong):
     with pytest.raises(ConfigError, match=rf"{policy.__name__}\({name}=.*expected a floating-point torch.dtype"):
         policy(**{name: wrong})
 
 
-def test_low_precision_gradients_cannot_be_kept():
+def test_keep_low_precision_grads_raises():
     """The optimizer needs gradients in its parameters' dtype: the argument is refused, not ignored."""
     with pytest.raises(ConfigError, match="keep_low_precision_grads=True is not supported"):
         MixedPrecision(keep_low_precision_grads=True)
@@ -81,7 +81,7 @@ VALUES = {
 }
 
 
-def test_mixed_precision_passes_on_every_field_of_the_policy():
+def test_mixed_precision_forwards_every_policy_field():
     """A field that is added to one of the classes fails here until `VALUES` or the sets name it."""
     names = {field.name for field in fields(MixedPrecision)}
     assert names == ONLY_FSDP1 | set(VALUES)
@@ -91,7 +91,7 @@ def test_mixed_precision_passes_on_every_field_of_the_policy():
     assert all(getattr(default, name) != value for name, value in VALUES.items())
 
 
-def test_policies_are_values():
+def test_policies_compare_by_value_and_are_frozen():
     assert MixedPrecisionPolicy(param_dtype=BF16) == MixedPrecisionPolicy(BF16)
     with pytest.raises(AttributeError):
         MixedPrecisionPolicy().param_dtype = BF16

@@ -99,7 +99,7 @@ def raised_in(function: Any) -> set[str]:
     return {ast.unparse(call.func) for call in calls} & error_names()
 
 
-def test_modules_of_the_reference_are_the_public_ones():
+def test_reference_modules_match_public_modules():
     assert set(MODULES) == set(DOCUMENTED)
     assert list(importable()) == MODULES
     for name in MODULES:
@@ -107,19 +107,19 @@ def test_modules_of_the_reference_are_the_public_ones():
         assert f"\napi/{name}\n" in page("docs/reference.md")
 
 
-def test_every_public_name_has_a_page():
+def test_every_public_name_has_reference_page():
     pages = {id(thing) for thing in documented().values()}
     for module, names in DOCUMENTED.items():
         missing = [name for name in names if id(getattr(importable()[module], name)) not in pages]
         assert missing == [], module
 
 
-def test_arguments_are_described():
+def test_docstrings_describe_all_arguments():
     found = {name: undescribed(thing, doc) for name, thing, doc in things()}
     assert {name: missing for name, missing in found.items() if missing} == {}
 
 
-def test_only_arguments_are_described():
+def test_docstrings_describe_only_existing_arguments():
     found = {}
     for name, thing, doc in things():
         if not inspect.isclass(thing):
@@ -127,7 +127,7 @@ def test_only_arguments_are_described():
     assert {name: unknown for name, unknown in found.items() if unknown} == {}
 
 
-def test_errors_are_described():
+def test_docstrings_describe_raised_errors():
     found = {}
     for name, thing, doc in things():
         if not inspect.isclass(thing):
@@ -161,15 +161,15 @@ def can_resolve(name: str) -> bool:
     return True
 
 
-def test_references_in_docstrings_lead_somewhere():
+def test_docstring_references_resolve():
     found = {name: missing_members(doc) + missing_names(doc) for name, _, doc in things()}
     assert {name: missing for name, missing in found.items() if missing} == {}
     assert missing_members("see `Offload.nothing` and `FSDPModule.unshard`") == ["Offload.nothing"]
     assert missing_names("see `fullshard.nothing` and `fullshard.wrap.wrap`") == ["fullshard.nothing"]
 
 
-def test_pages_name_what_exists():
-    """Loggers have the names of modules, so these exist as well."""
+def test_names_in_pages_can_be_imported():
+    """Loggers are named after modules, so logger names can be imported as well."""
     pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md"]
     found = {path.name: missing_names(path.read_text()) for path in pages}
     assert {name: missing for name, missing in found.items() if missing} == {}
@@ -185,7 +185,7 @@ def rows_of_errors() -> dict[str, list[list[str]]]:
     }
 
 
-def test_every_error_is_on_the_page_of_errors():
+def test_errors_page_lists_every_error_class():
     classes = {name for name in error_names() if name != "FullshardError"} | {"RanksFailed"}
     assert set(rows_of_errors()) == classes | {"FullshardError"}
     listed = re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| `(\w+)` \|", page("docs/errors.md"), re.MULTILINE)
@@ -195,7 +195,7 @@ def test_every_error_is_on_the_page_of_errors():
         assert issubclass(cls, getattr(builtins, builtin)), name
 
 
-def test_tracebacks_end_with_the_place_on_the_page_of_errors():
+def test_tracebacks_end_with_link_to_errors_page():
     for name in error_names():
         error = getattr(fullshard.errors, name)("text")
         assert str(error) == "text"
@@ -208,7 +208,7 @@ def test_tracebacks_end_with_the_place_on_the_page_of_errors():
 
 @cache
 def texts_of_the_source() -> str:
-    """Return all string literals of the package, one in a line; an expression in an f-string is replaced by "…"."""
+    """Return all string literals of the package, one per line; an expression in an f-string is replaced by "…"."""
     found = []
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -219,7 +219,7 @@ def texts_of_the_source() -> str:
     return "\n".join(found)
 
 
-def test_quoted_messages_are_those_of_the_source():
+def test_quoted_messages_exist_in_source():
     quoted = [text for rows in rows_of_errors().values() for row in rows for text in re.findall(r"`([^`]+)`", row[0])]
     assert len(quoted) > 45
     assert [text for text in quoted if text not in texts_of_the_source()] == []

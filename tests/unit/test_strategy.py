@@ -1,4 +1,4 @@
-"""Strategies are values: where each state lives, and nothing else."""
+"""Strategies are values that state the placement of each state."""
 
 from itertools import product
 
@@ -21,7 +21,7 @@ W, S = Placement.WHOLE, Placement.SHARDED
         ("hsdp_zero2", "_HYBRID_SHARD_ZERO2", S, W, S, S, True),
     ],
 )
-def test_each_name_resolves_to_its_row_of_the_table(short, name, parameters, in_step, gradients, optimizer, replicated):
+def test_strategy_name_resolves_to_its_placements(short, name, parameters, in_step, gradients, optimizer, replicated):
     expected = Placements(
         parameters=parameters,
         parameters_in_step=in_step,
@@ -34,7 +34,7 @@ def test_each_name_resolves_to_its_row_of_the_table(short, name, parameters, in_
     assert ShardingStrategy(short) is ShardingStrategy[name]
 
 
-def test_there_are_no_other_names():
+def test_sharding_strategy_has_only_documented_names():
     assert [s.value for s in ShardingStrategy] == ["ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2"]
 
 
@@ -44,14 +44,14 @@ def test_placements_resolve_to_themselves():
 
 
 @pytest.mark.parametrize("wrong", ["zero4", "ZERO3", "FULL_SHARD", "", None, 3, ("zero3",)])
-def test_what_is_no_strategy_is_refused_with_all_that_are(wrong):
+def test_unknown_strategy_raises_with_list_of_strategies(wrong):
     with pytest.raises(ConfigError, match=r"is not a strategy. Choose one of ddp, zero1, zero2, zero3, hsdp"):
         resolve_placements(wrong)
 
 
 @pytest.mark.parametrize("states", list(product([W, S], repeat=4)))
-def test_placements_that_no_optimizer_could_step_are_refused(states):
-    """A rank can only step what it holds, and what is kept between steps is not freed within one."""
+def test_inconsistent_placements_raise(states):
+    """A rank can only step parameters that it holds, and parameters kept between steps are not freed within a step."""
     parameters, in_step, gradients, optimizer = states
     possible = not (parameters is W and in_step is S) and not (optimizer is W and S in (parameters, gradients))
     options = {"parameters": parameters, "parameters_in_step": in_step, "gradients": gradients, "optimizer": optimizer}

@@ -42,7 +42,7 @@ INSTEAD = {  # in names; words of public names are allowed in these alone
     "apart": "separate",
     "beside": "alongside",
 }
-KEPT = {"gather_wire", "reduce_wire", "predict_beside", "home"}  # public, and pathlib's
+KEPT = {"gather_wire", "reduce_wire", "predict_beside", "home"}  # public names, and a method of pathlib
 IN_PROSE = {"lane", "lanes", "whereabouts", "foretold", "foresight", "nobody", "whoever", "resting", "homes", "dear"}
 
 
@@ -53,7 +53,7 @@ def names(path: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("folder", ["src", "benchmarks"])
-def test_names_are_of_the_field(folder):
+def test_identifiers_use_field_vocabulary(folder):
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}: write {INSTEAD[word]}"
         for path in sorted((ROOT / folder).rglob("*.py"))
@@ -64,7 +64,7 @@ def test_names_are_of_the_field(folder):
     assert found == []
 
 
-def test_sentences_are_in_the_words_of_the_field():
+def test_prose_uses_field_vocabulary():
     paths = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     found = [
         f"{path.relative_to(ROOT)}:{number}: {word}"
@@ -77,7 +77,7 @@ def test_sentences_are_in_the_words_of_the_field():
 
 
 def test_class_names_are_unique():
-    """Except for those that users import from several integrations under the libraries' own names."""
+    """Exceptions are classes that users import from several integrations under the libraries' names."""
     classes = Counter(
         node.name
         for path in (ROOT / "src").rglob("*.py")

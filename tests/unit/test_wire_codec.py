@@ -1,4 +1,4 @@
-"""Encodings: bytes by formula, errors within bounds, the same bytes always, and what is not finite stays so."""
+"""Encodings: size by formula, bounded errors, deterministic bytes, and non-finite values that stay non-finite."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def decode(name: str, transport: Tensor, numel: int) -> Tensor:
 
 
 def largest_of_blocks(values: Tensor) -> Tensor:
-    """For each number the largest absolute value of its block."""
+    """Return, for each value, the largest absolute value of its block."""
     spread = [block.abs().amax(1, keepdim=True).expand_as(block) for block in values.split(BLOCK, dim=1)]
     return torch.cat(spread, dim=1)
 
@@ -57,16 +57,16 @@ def bound(name: str, values: Tensor) -> Tensor:
 @CODECS
 @given(values=numbers)
 @settings(max_examples=60, deadline=None)
-def test_what_is_decoded_is_as_near_as_the_codec_promises(name, values):
+def test_decoding_error_is_within_codec_bound(name, values):
     decoded = decode(name, encode(name, values), values.shape[1])
-    room = values.abs() * 2**-21 + 2**-126  # of the division, and of what is too small for a scale
+    room = values.abs() * 2**-21 + 2**-126  # rounding of the division, and values too small for a scale
     assert ((values - decoded).abs() <= bound(name, values) + room).all()
 
 
 @CODECS
 @given(values=numbers)
 @settings(max_examples=30, deadline=None)
-def test_the_error_that_is_kept_is_what_the_bytes_lack(name, values):
+def test_kept_error_equals_encoding_error(name, values):
     lacking = values.clone()
     transport = encode(name, lacking, keep_error=True)
     assert torch.equal(transport, encode(name, values))
@@ -76,7 +76,7 @@ def test_the_error_that_is_kept_is_what_the_bytes_lack(name, values):
 @CODECS
 @given(values=numbers, add=st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_decoding_adds_or_replaces_and_may_stop_early(name, values, add):
+def test_decode_adds_or_overwrites_and_supports_prefix(name, values, add):
     transport, numel = encode(name, values), values.shape[1]
     some = max(1, numel - 7)
     out = torch.ones(len(values), some)
@@ -86,7 +86,7 @@ def test_decoding_adds_or_replaces_and_may_stop_early(name, values, add):
 
 @CODECS
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_so_and_is_forgotten_in_the_error(name, wrong):
+def test_non_finite_values_stay_non_finite_and_are_dropped_from_error(name, wrong):
     values = torch.randn(2, 3 * BLOCK + 40)
     values[0, 200] = values[1, -1] = wrong
     lacking = values.clone()
@@ -99,7 +99,7 @@ def test_what_is_not_finite_stays_so_and_is_forgotten_in_the_error(name, wrong):
 
 
 @BLOCKWISE
-def test_large_tensors_are_encoded_in_pieces_with_the_same_bytes(name, monkeypatch):
+def test_encoding_in_chunks_gives_identical_bytes(name, monkeypatch):
     values = torch.randn(3, 5 * BLOCK + 9)
     expected = encode(name, values)
     for blocks_at_a_time in (1, 2, 7):
@@ -110,7 +110,7 @@ def test_large_tensors_are_encoded_in_pieces_with_the_same_bytes(name, monkeypat
 
 
 @pytest.mark.parametrize(("name", "of_a_block"), [("int8", 132), ("int4", 68), ("fp8", 132), ("bf16", 256)])
-def test_bytes_follow_from_the_number_of_blocks(name, of_a_block):
+def test_encoded_size_depends_on_number_of_blocks(name, of_a_block):
     codec = codec_named(name)
     for blocks in (1, 3, 8):
         assert codec.nbytes(blocks * BLOCK) == -(-blocks * of_a_block // 16) * 16
@@ -118,7 +118,7 @@ def test_bytes_follow_from_the_number_of_blocks(name, of_a_block):
     assert all(codec.nbytes(numel) % 16 == 0 for numel in range(300))
 
 
-def test_every_float8_is_read_as_torch_reads_it():
+def test_float8_decoding_matches_torch():
     codes = torch.arange(256, dtype=torch.uint8)
     peer = codes.view(torch.float8_e4m3fn).float()
     own = torch.empty(2, BLOCK)
@@ -128,7 +128,7 @@ def test_every_float8_is_read_as_torch_reads_it():
 
 @CODECS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_values_may_be_encoded_and_decoded_in_other_dtypes(name, dtype):
+def test_codec_supports_half_precision_values(name, dtype):
     values = torch.randn(2, 300).to(dtype)
     transport = encode(name, values)
     assert torch.equal(transport, encode(name, values.float()))

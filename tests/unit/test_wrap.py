@@ -73,7 +73,7 @@ sizes = st.integers(0, 40)
 
 
 def shared_somewhere(root: nn.Module, data: st.DataObject) -> nn.Module:
-    """Draw `root` with, at times, a module in two places and a parameter shared by two modules."""
+    """Insert one shared module and one shared parameter into randomly drawn blocks of `root`."""
     blocks = [module for module in root.modules() if isinstance(module, Block)]
     places = [module for module in blocks if data.draw(st.booleans())]
     twice, tied = Leaf(7), Leaf(3)
@@ -106,7 +106,7 @@ def closure(modules) -> set[nn.Module]:
 
 @given(roots, sizes, st.data())
 @settings(deadline=None)
-def test_units_are_submodules_found_children_first_and_never_the_ignored_ones(root, size, data):
+def test_policies_yield_children_first_and_skip_ignored_modules(root, size, data):
     shared_somewhere(root, data)
     ignored = drawn_below(root, data)
     before = [(name, id(module)) for name, module in root.named_modules(remove_duplicate=False)]
@@ -116,13 +116,13 @@ def test_units_are_submodules_found_children_first_and_never_the_ignored_ones(ro
         assert not closure(ignored) & set(found)
         assert root not in units and set(found) <= set(root.modules())
         for index, unit in enumerate(found):
-            assert not closure([unit]) & set(found[index + 1 :])  # what is in a unit was found before it
+            assert not closure([unit]) & set(found[index + 1 :])  # modules inside a unit precede it
     assert before == [(name, id(module)) for name, module in root.named_modules(remove_duplicate=False)]
 
 
 @given(roots, st.sets(st.sampled_from(CLASSES), min_size=1), st.data())
 @settings(deadline=None)
-def test_class_policies_pick_exactly_the_instances(root, classes, data):
+def test_class_policies_select_exactly_instances_of_classes(root, classes, data):
     shared_somewhere(root, data)
     ignored = drawn_below(root, data)
     expected = {module for module in root.modules() if isinstance(module, tuple(classes))} - {root} - closure(ignored)
@@ -138,7 +138,7 @@ def test_class_policies_pick_exactly_the_instances(root, classes, data):
 
 @given(roots, sizes, st.data())
 @settings(deadline=None)
-def test_size_policy_makes_units_of_at_least_the_size_and_leaves_no_larger_remainder(root, size, data):
+def test_size_policy_bounds_unit_and_remainder_sizes(root, size, data):
     shared_somewhere(root, data)
     ignored = drawn_below(root, data)
     held = {param for module in ignored for param in module.parameters()}
@@ -155,12 +155,12 @@ def test_size_policy_makes_units_of_at_least_the_size_and_leaves_no_larger_remai
 
 @given(roots)
 @settings(deadline=None)
-def test_always_picks_all_that_have_a_forward(root):
+def test_always_wrap_policy_selects_all_modules_with_forward(root):
     expected = {module for module in root.modules() if not isinstance(module, nn.ModuleList)} - {root}
     assert set(wrapped_modules(root, always_wrap_policy)) == expected
 
 
-def test_size_policy_keeps_attention_whole_and_passes_over_containers():
+def test_size_policy_does_not_split_attention_or_wrap_containers():
     root = nn.Sequential(nn.MultiheadAttention(8, 2), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
     policy = partial(size_based_auto_wrap_policy, min_num_params=60)
     assert set(wrapped_modules(root, policy)) == set(root[1])
@@ -172,7 +172,7 @@ def test_size_policy_keeps_attention_whole_and_passes_over_containers():
     assert set(wrapped_modules(root, partial(policy, exclude_wrap_modules={nn.Linear}, min_num_params=300))) == set()
 
 
-def test_size_policy_counts_what_no_unit_below_holds():
+def test_size_policy_counts_only_parameters_outside_inner_units():
     others_small = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(3, 3, bias=False))
     others_large = nn.Sequential(
         nn.Linear(10, 10, bias=False), nn.Linear(7, 7, bias=False), nn.Linear(7, 8, bias=False)
@@ -182,7 +182,7 @@ def test_size_policy_counts_what_no_unit_below_holds():
     assert list(units) == [others_small[0], others_large[0], others_large]
 
 
-def test_size_policy_reports_its_defaults_as_torch_does():
+def test_size_policy_defaults_match_torch():
     assert default_auto_wrap_policy is size_based_auto_wrap_policy
     assert size_based_auto_wrap_policy.FORCE_LEAF_MODULES == {nn.MultiheadAttention}
     assert size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES == {nn.ModuleList, nn.ModuleDict}
@@ -190,13 +190,13 @@ def test_size_policy_reports_its_defaults_as_torch_does():
     assert not size_based_auto_wrap_policy(nn.Linear(1, 1), False, 99_999_999)
 
 
-def test_ignored_parameters_do_not_count():
+def test_size_policy_excludes_ignored_parameters():
     root = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
     policy = partial(size_based_auto_wrap_policy, min_num_params=100)
     assert list(wrapped_modules(root, policy, ignored_params=[root[0].weight])) == [root[1]]
 
 
-def test_a_module_in_two_places_is_one_unit_and_the_policy_sees_it_once():
+def test_module_used_twice_is_one_unit_and_visited_once():
     shared, requested = Leaf(4), []
     root = Block(1, [Chain(shared), Chain(shared)])
     policy = CustomPolicy(lambda module: requested.append(module) or isinstance(module, Leaf))
@@ -204,13 +204,13 @@ def test_a_module_in_two_places_is_one_unit_and_the_policy_sees_it_once():
     assert requested.count(shared) == 1
 
 
-def test_a_custom_policy_hands_out_arguments():
+def test_custom_policy_returns_arguments_per_module():
     root = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3))
     answers = {root[0]: {"strategy": "zero2"}, root[1]: {}, root[2]: True}
     units = wrapped_modules(root, CustomPolicy(answers.__getitem__))
     assert units == {root[0]: {"strategy": "zero2"}, root[2]: {}}
     units[root[0]]["strategy"] = "ddp"
-    assert answers[root[0]] == {"strategy": "zero2"}  # what the user handed in stays as it was
+    assert answers[root[0]] == {"strategy": "zero2"}  # the user's dictionary is unchanged
 
 
 def test_separate_classes_are_units_under_any_policy():
@@ -223,7 +223,7 @@ def test_separate_classes_are_units_under_any_policy():
     assert both[root[0][1]] == {"forward_prefetch": True, "mixed_precision": None}
 
 
-def test_parameter_lists_stay_in_the_unit_above():
+def test_parameter_lists_stay_in_parent_unit():
     class Holder(nn.Module):
         def __init__(self):
             super().__init__()
@@ -236,7 +236,7 @@ def test_parameter_lists_stay_in_the_unit_above():
     assert list(wrapped_modules(root, always_wrap_policy)) == [root[0]]
 
 
-def test_a_container_without_forward_cannot_hold_parameters_as_a_unit():
+def test_container_without_forward_raises_as_unit_with_parameters():
     root = nn.Sequential(Block(3, [Leaf(5), Leaf(6)]))
     with pytest.raises(
         ConfigError, match=r"selects 0\.inner, a ModuleList, which has no forward, so its 11 parameters"
@@ -257,18 +257,18 @@ def test_a_container_without_forward_cannot_hold_parameters_as_a_unit():
         (CustomPolicy(lambda module: "yes"), "returned 'yes' for a Linear"),
     ],
 )
-def test_mistakes_are_reported_with_the_remedy(policy, stated):
+def test_invalid_policies_raise_with_remedy(policy, stated):
     with pytest.raises(ConfigError, match=stated):
         wrapped_modules(nn.Sequential(nn.Linear(2, 2)), policy)
 
 
 @pytest.mark.parametrize("classes", [nn.Linear, "Linear", ["Linear"], 3])
-def test_a_class_policy_wants_classes(classes):
+def test_module_wrap_policy_rejects_non_classes(classes):
     with pytest.raises(ConfigError, match="Pass a set of module classes"):
         ModuleWrapPolicy(classes)
 
 
-def test_policies_print_what_they_are():
+def test_policy_repr_names_class_or_function():
     assert repr(ModuleWrapPolicy([Block])) == "ModuleWrapPolicy({Block})"
     assert repr(CustomPolicy(closure)) == "CustomPolicy(closure)"
 
@@ -281,7 +281,7 @@ def test_wrap_does_nothing_outside_of_enable_wrap():
     assert wrap(layer, anything=1) is layer
 
 
-def test_wrap_merges_arguments_and_nested_contexts_restore():
+def test_wrap_merges_arguments_and_nested_enable_wrap_restores_outer():
     with enable_wrap(wrapper_cls=Wrapped, a=1, b=2):
         outer = wrap(nn.Linear(2, 2), b=3)
         with pytest.raises(KeyError), enable_wrap(wrapper_cls=Wrapped, c=4):
@@ -293,7 +293,7 @@ def test_wrap_merges_arguments_and_nested_contexts_restore():
     test_wrap_does_nothing_outside_of_enable_wrap()
 
 
-def test_a_function_can_wrap_in_place():
+def test_wrapper_cls_may_be_function_that_wraps_in_place():
     marked = []
     layer = nn.Linear(2, 2)
     with enable_wrap(wrapper_cls=lambda module, **kwargs: marked.append(kwargs) or module, strategy="zero2"):
@@ -301,6 +301,6 @@ def test_a_function_can_wrap_in_place():
     assert marked == [{"strategy": "zero2"}]
 
 
-def test_enable_wrap_wants_something_to_call():
+def test_enable_wrap_rejects_non_callable_wrapper_cls():
     with pytest.raises(ConfigError, match="wrapper_cls is 'fsdp'"), enable_wrap(wrapper_cls="fsdp"):
         pass
