@@ -116,7 +116,7 @@ def _different_steps(of_ranks: Mapping[int, Mapping[str, int]]) -> str | None:
     """
     lead = min(of_ranks)
     for rank, steps in of_ranks.items():
-        for taken in steps.keys() & of_ranks[lead].keys():
+        for taken in sorted(steps.keys() & of_ranks[lead].keys(), key=int):
             first, other = of_ranks[lead][taken], steps[taken]
             if other != first:
                 return (
