@@ -19,6 +19,7 @@ from fullshard.comm.mesh import subgroup
 from fullshard.comm.routes import collectives_for
 from fullshard.comm.two_level import TwoLevelGathers, TwoLevelSums
 from fullshard.device.memory import Pool
+from fullshard.engine.gather import Gather
 from fullshard.engine.registry import units_in
 from fullshard.layout.group_layout import FEW_OPERATIONS
 from fullshard.tape.recorder import Origin, Phase
@@ -129,6 +130,24 @@ def test_hfsdp_training_is_bitwise_equal_with_and_without_reordering():
                 optimizer.zero_grad()
             left[-1].append(wholes(model))
     assert_same(left[1], left[0])
+
+
+@on_ranks(4)
+def test_secondary_shards_are_not_used_after_a_gather_failed_to_start():
+    """The next forward gathers across the groups again, and uses the parameters after the optimizer step."""
+    model = chain(partial(fully_shard, strategy=HFSDP(group=2)))
+    optimizer = sgd(model)
+    model(inputs(dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with (
+        mock.patch.object(Gather, "start", side_effect=MemoryError("no memory")),
+        pytest.raises(MemoryError, match="no memory"),
+    ):
+        model(inputs(0))
+    expected = chain(lambda module: module)
+    expected.load_state_dict(wholes(model))
+    assert_same(model(inputs(0)), expected(inputs(0)))
 
 
 @pytest.mark.parametrize(("world", "group", "messages"), [(512, 8, 1), (512, 2, 1), (64, 4, FEW_OPERATIONS), (8, 4, 2)])

@@ -142,8 +142,10 @@ class TwoLevelGather(Gather):
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, into_shared: bool) -> Pending:
         if self.secondary_nbytes and self._secondary_versions == self.versions:
             return self._two_level.gather_within(unsharded.receive, origin=origin)
-        self._secondary_versions = self.versions
-        return super().start(unsharded, origin, into_shared=False)
+        self._secondary_versions, versions = None, self.versions  # they are still the earlier ones if this start fails
+        pending = super().start(unsharded, origin, into_shared=False)
+        self._secondary_versions = versions
+        return pending
 
     @property
     def secondary_nbytes(self) -> int:
