@@ -1,4 +1,4 @@
-"""All code that depends on torch's version, or uses undocumented parts of torch."""
+"""Code that depends on torch's version or uses undocumented parts of torch. For dry runs, see `_dry_compat.py`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _OWN_HOOK = "_is_of_fullshard"
 
 
 def in_backward() -> bool:
-    """Return True if autograd runs a backward pass on this thread, also if it recomputes an activation checkpoint."""
+    """Return True if autograd runs a backward on this thread, including the recomputation of activation checkpoints."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -72,9 +72,9 @@ def current_autograd_node() -> Any:
 
 
 def comm_hook_dtypes() -> dict[Callable[..., Any], torch.dtype | None]:
-    """Return torch's hooks for `FullyShardedDataParallel.register_comm_hook`, with the dtype that each sums in.
+    """Return torch's hooks for `FullyShardedDataParallel.register_comm_hook`, each with the dtype of its sums.
 
-    None stands for the dtype of the gradients that the hook is given.
+    None stands for the dtype of the gradients that the hook receives.
     """
     return {
         default_hooks.allreduce_hook: None,
@@ -114,7 +114,7 @@ def in_pipeline_stage() -> bool:
 
 
 _VISITS = threading.RLock()
-# A process that is forked waits for the end of a visit, or its collector would stay disabled.
+# A fork waits for the end of a visit. Otherwise, garbage collection would stay disabled in the child process.
 os.register_at_fork(before=_VISITS.acquire, after_in_parent=_VISITS.release, after_in_child=_VISITS.release)
 
 
@@ -149,15 +149,15 @@ def in_backward_of_inputs() -> bool:
     if module is None:
         return False
     code = module.stage_backward_input.__code__
-    # A GPU's backward has its own threads. No local variable may refer to a frame here: the frame of this function is
-    # among them, and the reference cycle would keep the variables of all callers until the garbage collector runs.
+    # A GPU's backward runs on separate threads. No local variable may refer to a frame here: the frames include the one
+    # of this function, and the reference cycle would keep the variables of all callers until garbage is collected.
     return any(_is_within(frame, code) for frame in sys._current_frames().values())
 
 
 @visits_frames
 def in_pass_for_inputs() -> bool:
     """Return True while `torch.autograd.grad` or `backward(inputs=...)` runs in any thread."""
-    return any(_takes_inputs(frame) for frame in sys._current_frames().values())  # for threads, see above
+    return any(_takes_inputs(frame) for frame in sys._current_frames().values())  # in all threads, as above
 
 
 def _takes_inputs(frame: FrameType | None) -> bool:
@@ -222,17 +222,17 @@ TENSOR_HOOKS: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> Sequence[int]:
-    """Return the numbers of the hooks that are called before and after steps of `optimizer`, which are unique."""
+    """Return the unique numbers of the hooks that are called before and after steps of `optimizer`."""
     return *optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks
 
 
 def module_hooks(module: torch.nn.Module) -> Sequence[int]:
-    """Return the numbers of the forward and backward hooks of `module`, which are unique."""
+    """Return the unique numbers of the forward and backward hooks of `module`."""
     return *module._forward_pre_hooks, *module._forward_hooks, *module._backward_pre_hooks, *module._backward_hooks
 
 
 def global_hooks() -> Sequence[int]:
-    """Return the numbers of the hooks that torch calls for all modules and optimizers, which are unique."""
+    """Return the unique numbers of the hooks that torch calls for all modules and optimizers."""
     modules = torch.nn.modules.module
     before, after = modules._global_forward_pre_hooks, modules._global_forward_hooks
     backward = *modules._global_backward_pre_hooks, *modules._global_backward_hooks
@@ -248,7 +248,7 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
 
 
 def weak_storage(storage: torch.UntypedStorage) -> Any:
-    """Return an object that keeps the address of `storage` from being reused, but not its memory alive."""
+    """Return an object that prevents the reuse of the address of `storage`, but does not keep its memory alive."""
     return StorageWeakRef(storage)
 
 
@@ -283,7 +283,7 @@ def without_weak_references(module: nn.Module) -> Iterator[None]:
 
 
 def keep_weights_in_place(module: nn.Module) -> None:
-    """Prevent a recurrent layer from moving its weights to a buffer of its own when it finds new ones in a forward.
+    """Prevent a recurrent layer from moving its weights to a separate buffer in a forward that finds new weights.
 
     Layers on a GPU do this for cuDNN, which otherwise copies the weights in each forward.
     """
@@ -542,7 +542,7 @@ def taken_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] |
 
 def storage_info(file: str, start: int, nbytes: int) -> Any:
     """Return the position of a value in a file, in bytes, as metadata of `torch.distributed.checkpoint`."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # late: a tenth of a second that most do without
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # late: takes 0.1 s, and is rarely needed
 
     return _StorageInfo(file, start, nbytes)
 
@@ -668,7 +668,7 @@ def explain_backwards(
             try:
                 raise explained from error
             finally:
-                explained = None  # or the error and this frame were a cycle, which would keep the graph in memory
+                explained = None  # breaks a cycle of the error and this frame, which would keep the graph in memory
         if inputs and kwargs.get("accumulate_grad"):
             missed = [given for given, grad in zip(inputs, before, strict=True) if _is_still(given, grad)]
             refuse_unreached(inputs, missed)
@@ -677,7 +677,7 @@ def explain_backwards(
         return result
 
     torch.autograd.graph._engine_run_backward = run_backward
-    torch.autograd._engine_run_backward = run_backward  # where it was imported to
+    torch.autograd._engine_run_backward = run_backward  # the module that imports it by name
 
 
 def _has_grad(tensor: Any) -> bool:
@@ -685,7 +685,7 @@ def _has_grad(tensor: Any) -> bool:
 
 
 def _is_still(tensor: Any, before: tuple[Tensor, int] | None) -> bool:
-    """Return True if `tensor` has the gradient `before`, with the version it had."""
+    """Return True if `tensor` still has the gradient in `before`, with the same version."""
     if before is None:
         return not _has_grad(tensor)
     return tensor.grad is before[0] and before[0]._version == before[1]
@@ -793,7 +793,7 @@ def before_optimizer_method(name: str, prepare: Callable[[Optimizer], None]) -> 
 
 
 def after_dtensor_writes(note: Callable[[Sequence[Tensor]], None], note_out: Callable[[Tensor, bool], None]) -> None:
-    """Call `note` with the `DTensor`s that an in-place operation has written, and `note_out` with each `out=`.
+    """Call `note` with the `DTensor`s that an in-place operation has written, and `note_out` with each `out=` argument.
 
     The second argument of `note_out` is True if no argument of the operation is a tensor, so that sizes determine the
     number of values. torch has no such hook.
@@ -817,7 +817,7 @@ def after_dtensor_writes(note: Callable[[Sequence[Tensor]], None], note_out: Cal
 
 
 def loads_whole_states() -> bool:
-    """Return True if `torch.distributed.checkpoint` calls, to load a full state dict of an optimizer."""
+    """Return True if `torch.distributed.checkpoint` is the caller, to load a full state dict of an optimizer."""
     callers = islice(walk_stack(None), 12)
     return any(frame.f_code.co_name == "_load_optim_state_dict" for frame, _ in callers)
 

@@ -1,4 +1,4 @@
-"""Undocumented parts of torch that only dry runs and simulated worlds need, so that the engine does not load them."""
+"""Undocumented parts of torch for dry runs and simulated worlds only. The engine does not import this module."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def initializing_without_values() -> Iterator[None]:
     ) -> Tensor:
         with torch.no_grad():
             drawn = tensor.normal_(mean, std, generator=generator)
-            (drawn < a) | (drawn > b)  # which takes memory, too
+            (drawn < a) | (drawn > b)  # torch's check of the bounds, which also allocates memory
         return tensor
 
     torch.nn.init._no_grad_trunc_normal_ = draw
@@ -117,7 +117,7 @@ def taken_for_real() -> Iterator[None]:
 def kernels_instead(kernels: Mapping[str, Callable[..., Any]], key: str) -> Iterator[None]:
     """Context manager that replaces operations of `aten`, given by name, for the dispatch key `key`.
 
-    Operations with a kernel of torch for that key are not replaced.
+    Operations that have a kernel of torch for that key are not replaced, unless it is an autograd key.
     """
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -183,7 +183,7 @@ def grouped_product(args: Any, kwargs: Any) -> Tensor | None:
 def unwatched_propagation() -> Iterator[None]:
     """Context manager that hides the fake tensors that `DTensor` uses to infer shapes from dispatch modes.
 
-    It also skips a check of strided shards that takes the square of an optimizer's number of parameters.
+    It also skips repeats of a check of strided shards, whose total time is quadratic in the number of parameters.
     """
     method = "_propagate_tensor_meta_non_cached"
     propagate = getattr(ShardingPropagator, method)

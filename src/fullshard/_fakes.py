@@ -20,7 +20,7 @@ _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device
 _NOT_KNOWN_FROM_SHAPES = frozenset(("data_dependent_output", "dynamic_output_shape", "inplace_view"))  # tags
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so
 ASKS_DEVICE = torch.ops.prim.device.default
-"""The operation that torch itself runs on a tensor several times per operation."""
+"""The operation that returns the device of a tensor. torch itself runs it several times per operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class QuickFakes(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.cache_enabled = False  # torch's own, which would keep storages that are arguments
+        self.cache_enabled = False  # torch's own cache would keep the storages of arguments alive
         self._vars: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch does not ask its compiler at every operation."""
+        """Return False, so that torch does not wrap each call of `__torch_dispatch__` to disable its compiler."""
         return False
 
     def __torch_dispatch__(
@@ -76,12 +76,12 @@ class QuickFakes(FakeTensorMode):
         key = self._key(func, given, kwargs) if _is_known_from_shapes(func) else None
         result = self.dispatch(func, types, args, kwargs)
         if key is not None and key not in self._known:
-            is_same = self._key(func, given, kwargs) == key  # unless what it writes to was of a different shape before
+            is_same = self._key(func, given, kwargs) == key  # False if the operation changed the shape of an argument
             self._known[key] = self._reported(result, given) if is_same else None
         return result
 
     def quickly(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of `func` if it is a view or cached; otherwise `NotImplemented`. Modes do not see it."""
+        """Return the result of `func` if it is a view or cached; else `NotImplemented`. No dispatch mode sees it."""
         if not _is_known_from_shapes(func):
             return NotImplemented
         given = (*args, *kwargs.values())
@@ -189,7 +189,7 @@ def _is_known_from_shapes(func: Any) -> bool:
 
 
 def _storages(tree: Any) -> set[int]:
-    """Return the storages of tensors in the arguments."""
+    """Return the handles of the storages of the tensors in `tree`."""
     if isinstance(tree, Tensor):
         return {tree.untyped_storage()._cdata}
     return set().union(*map(_storages, tree)) if isinstance(tree, tuple | list) else set()

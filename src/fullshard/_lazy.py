@@ -11,7 +11,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` (PEP 562) of a package, for names and submodules that are imported lazily.
 
-    Define them where type checkers do not look, since a module with `__getattr__` has every name for them:
+    Define them where type checkers do not look, because they assume that a module with `__getattr__` has every name:
 
         if TYPE_CHECKING:
             from fullshard.optim.muon import Muon

@@ -1,6 +1,6 @@
-"""Command lines as settings: a dataclass whose fields are dataclasses, the groups, whose fields are the options.
+"""Command lines as settings: a dataclass of groups. Each group is a dataclass whose fields are options.
 
-If the parser prints a long report of an error, this module raises it with a message of one line.
+This module checks the arguments before the parser does, and raises errors of one line. The parser prints long reports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fullshard.regular_files import writing
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-# Options that may be left out, which their explanation says in words: so --help shows them without a default.
+# Optional values. Their explanations name the default in words, so --help does not show one.
 MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 MaybeStr = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")]
@@ -135,7 +135,7 @@ def check_value(settings: type, name: str, value: str, where: str) -> None:
 def check_path(value: str, where: str) -> None:
     """Raise an error if a path is empty, or if the system does not accept it, for example because it is too long.
 
-    It does not need to exist.
+    The path does not need to exist.
     """
     if not value:
         raise ConfigError(f"{where} is empty, but must be a path. For the current folder write '.'.")
@@ -149,7 +149,7 @@ def check_path(value: str, where: str) -> None:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Raise an error if the path in the value of an option is not writable, before any other work."""
+    """Raise an error if `path`, the value of the option `name`, is not a writable file. Call it before other work."""
     with writing(path, option=f"--{name}"):
         path.open("a").close()
 

@@ -8,7 +8,7 @@ on every rank before the first collective, so that no rank waits for another.
     ├── LayoutError         a tensor that cannot be divided over the ranks as requested
     ├── NonFiniteError      NaN or infinity in gradients, if users requested the check
     ├── StateError          a call that is not allowed in the current phase
-    ├── RankMismatchError   ranks that do not agree on the model, on the order of its units or on hosts
+    ├── RankMismatchError   ranks that do not agree on the model, the order of its units or the number of ranks per host
     ├── RankLostError       another rank's process is gone
     ├── CheckpointError     a checkpoint that cannot be written, is damaged, or is of another model
     ├── DiskError           a disk that offloaded data cannot be written to, or read from

@@ -175,7 +175,7 @@ def _check_arguments(
         check_type("mp_policy", mp_policy, MixedPrecisionPolicy, "a fullshard.MixedPrecisionPolicy, or None")
     if ignored_params is not None:
         check_iterable("ignored_params", ignored_params, "a set of parameters, or None")
-    if dp_mesh_dims is not None and not hasattr(dp_mesh_dims, "shard"):  # torch's own has the same fields
+    if dp_mesh_dims is not None and not hasattr(dp_mesh_dims, "shard"):  # torch's own class has the same fields
         check_type("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims, "a DataParallelMeshDims, or None")
     if shard_placement_fn is not None:
         check_callable("shard_placement_fn", shard_placement_fn, "a function of one parameter, or None")
@@ -184,7 +184,7 @@ def _check_arguments(
 def _policies(
     root: nn.Module, units: Iterable[nn.Module], policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None
 ) -> dict[nn.Module, OffloadPolicy | None]:
-    """Return the policies of `root` and of each of `units`, modules in it."""
+    """Return the offload policies of `root` and of `units`, which are modules in it."""
     modules = [root, *units]
     if not isinstance(policy, Mapping):
         return dict.fromkeys(modules, policy)
@@ -289,7 +289,7 @@ def _custom_refused(name: str, comm: Any) -> ConfigError:
 
 
 class UnshardHandle:
-    """A gather in progress. Created by `FSDPModule.unshard(async_op=True)`."""
+    """An all-gather in progress. Created by `FSDPModule.unshard(async_op=True)`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
@@ -316,14 +316,14 @@ class FSDPModule:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create a plain module of the user's class, not a unit, such as a slice of a sharded `nn.Sequential`."""
         plain: Any = next((plain for plain, made in _classes.items() if made in cls.__mro__), None)
-        if plain is None:  # a class of the user's
+        if plain is None:  # a class that the user has derived from `FSDPModule`
             return super().__new__(cls)
         module = plain.__new__(plain, *args, **kwargs)
         module.__init__(*args, **kwargs)  # Python does so for instances of `cls` only
         return module
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Skip the `__init_subclass__` of the module's class for the class of sharded modules."""
+        """Do not call `__init_subclass__` of the user's class for the class that `fully_shard` derives from it."""
         if PLAIN_CLASS not in cls.__dict__:
             super().__init_subclass__(**kwargs)
 
@@ -387,8 +387,8 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether parameters without a gradient are reduced as zeros, which is needed if only some ranks use them.
 
-        The units themselves must be called on all ranks. A unit is then reduced when its backward is over instead of
-        with its last gradient, and parameters that no rank used get a gradient of zeros.
+        The units themselves must be called on all ranks. A unit is then reduced at the end of its backward, not with
+        its last gradient, and parameters that no rank used get a gradient of zeros.
 
         Args:
             reduce_scatter_unused_params: True to reduce parameters without a gradient as zeros.
@@ -428,10 +428,10 @@ class FSDPModule:
         """
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether gradients are reduced by `finalize_backward` only. Call it after the last backward of each step.
+        """Set whether only `finalize_backward` reduces gradients. Then call it after the last backward of each step.
 
         This is for an outermost module whose backwards run in parts or in any order, such as a pipeline stage. Its
-        units stay unsharded after the step's first forward (or `unshard`), and its unsharded gradients stay in memory.
+        units stay unsharded after the step's first forward (or `unshard`), and unsharded gradients stay in memory.
         Disabling it within a step drops the gradients of that step.
 
         Args:
@@ -526,7 +526,7 @@ class FSDPModule:
         unit.settings.all_reduce_hook = hook if stream is None else functools.partial(on_stream, stream, hook)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Raise an error, because torch's interface requires a single send and receive buffer, which do not exist here.
+        """Raise an error: torch's interface requires one send buffer and one receive buffer, which do not exist here.
 
         Args:
             comm: An implementation of torch's interface.
@@ -537,7 +537,7 @@ class FSDPModule:
         raise _custom_refused("set_custom_all_gather", comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Raise an error, because torch's interface requires a single send and receive buffer, which do not exist here.
+        """Raise an error: torch's interface requires one send buffer and one receive buffer, which do not exist here.
 
         Args:
             comm: An implementation of torch's interface.
@@ -617,7 +617,7 @@ class FSDPModule:
         runtime_of(_module(self)).scheduler.after_optimizer = event
 
     def reset_iter_state(self) -> None:
-        """Clean up after a failed forward or backward: all units are sharded, and none is in use.
+        """Clean up after a failed forward or backward, so that all units are sharded and none is in use.
 
         Gradients that have not been reduced are dropped. Call `zero_grad()` to drop reduced ones. The next forward does
         this automatically, and so do `state_dict` and `summon_full_params`.
@@ -634,7 +634,7 @@ class FSDPModule:
             )
 
     def abandon_step(self) -> None:
-        """Undo the current step: the next step has the same bits as if this one had never started.
+        """Undo the current step: the next step gives the same bits as if this one had never started.
 
         Every rank of the mesh must call it on the outermost module, at any point of the step: after a forward, between
         microbatches, after an exception in forward or backward, on all ranks or on one. A rank that waits in a
@@ -677,7 +677,7 @@ class FSDPModule:
         Args:
             set_to_none: True to drop gradients; False to fill them with zeros.
         """
-        super().zero_grad(set_to_none)  # type: ignore[misc]  # as below
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # as in `_apply`
         zero_shard_grads(_module(self), set_to_none)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
@@ -774,7 +774,7 @@ def _units_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Zeros(torch.autograd.Function):
-    """The identity of a tensor, whose backward gives the other arguments gradients of zeros."""
+    """The identity function of `x`. Its backward returns gradients of zeros for the other arguments."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *params: Tensor) -> Tensor:
@@ -800,7 +800,7 @@ def _gain_methods(module: nn.Module) -> None:
             **checked_methods(cast(Any, cls)),
         }
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
-    object.__setattr__(module, "__class__", _classes[cls])  # whatever its own __setattr__ accepts
+    object.__setattr__(module, "__class__", _classes[cls])  # without calling the module's own __setattr__
 
 
 def _module(mixed: FSDPModule) -> nn.Module:

@@ -106,7 +106,7 @@ class Graph(Protocol):
 
     device: torch.device
     backends: frozenset[str]
-    """Backends of process groups whose collectives it records."""
+    """Backends of process groups whose collectives can be recorded."""
 
     def check(self) -> None:
         """Raise a `ConfigError` if this machine has no such graphs."""
@@ -121,7 +121,7 @@ class Graph(Protocol):
         """Return a context that calls `note` with the frame of the caller whenever the host waits for the device."""
 
     def record(self, call: Callable[[], Any]) -> Any:
-        """Record the work of `call` without running it, in place of what was recorded before. Return its result."""
+        """Record the work of `call` without running it, replacing any earlier record. Return its result."""
 
     def replay(self) -> None:
         """Run the recorded work."""
@@ -144,12 +144,12 @@ class CapturedStep(Generic[ResultT]):
         self._warmup = warmup
         self._parts = _StepParts(graph.device)
         self._previous: _Conditions | None = None  # of the last eager call
-        self._in_a_row = 0  # eager calls with these conditions
+        self._in_a_row = 0  # consecutive eager calls with these conditions
         self._eager_calls = 0
         self._calls: list[int] = []  # of units and optimizers in the last eager call
         self._refusal: str | None = None  # the reason why a graph cannot repeat the last eager call
         self._captured: _Capture | None = None
-        self._written: list[tuple[list[Tensor | None], Tensor | None]] = []  # lists of the engine with memory of graphs
+        self._written: list[tuple[list[Tensor | None], Tensor | None]] = []  # engine lists, each with an added tensor
         self._reported: set[str] = set()
 
     @property
@@ -198,7 +198,7 @@ class CapturedStep(Generic[ResultT]):
         self._previous, self._in_a_row = None, 0
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the interpreter may be ending
+        with suppress(Exception):  # the interpreter may be shutting down
             self._drop()
 
     def _drop(self) -> None:
@@ -215,7 +215,7 @@ class CapturedStep(Generic[ResultT]):
         return result
 
     def _warm_up(self, now: _Conditions) -> ResultT:
-        """Run the step eagerly, on the stream and memory that the graph will have."""
+        """Run the step eagerly, on the stream and with the input buffers that the graph will use."""
         waits: list[str] = []
         before, random_before = self._parts.host_state(), self._graph.host_random_state()
         with self._graph.queueing_warm_up(), self._graph.noting_waits(lambda frame: waits.append(_line_of(frame))):
@@ -274,7 +274,7 @@ class CapturedStep(Generic[ResultT]):
     def _replay(self, captured: _Capture) -> ResultT:
         self._previous = None
         for unit in self._parts.first_units:
-            unit.streams.join()  # memory that eager work left may be used again
+            unit.streams.join()  # the graph may reuse memory that eager work has freed
         self._graph.replay()
         self._parts.note_step()
         result: ResultT = _detached(captured.result)
@@ -330,7 +330,7 @@ class _Capture:
     """A recorded step."""
 
     before: _Conditions
-    after: _Conditions  # those of later calls, as far as gradients go
+    after: _Conditions  # only its gradients are compared: later calls may start with them
     result: Any
 
     def change(self, now: _Conditions) -> str | None:
@@ -349,13 +349,13 @@ class _StepParts:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.calls: list[int] = []  # identities of the unit or optimizer of each call, in the last context
+        self.calls: list[int] = []  # in the last context, the id of each called unit or optimizer, in order
         self.first_units: list[Unit] = []
         self.units: list[Unit] = []
         self.optimizers: list[Optimizer] = []
         self._rates: dict[tuple[int, int], Tensor] = {}
         self._modules: list[nn.Module] = []
-        self._registrations = -1  # of parameters and modules in the process, when these were found
+        self._registrations = -1  # of parameters and modules in the process, when `_modules` was computed
 
     @property
     def are_known(self) -> bool:
@@ -379,7 +379,7 @@ class _StepParts:
             calls.append(id(optimizer))
             if not any(optimizer is known for known in self.optimizers):
                 self.optimizers.append(optimizer)
-                if "capturable" in optimizer.defaults:  # a first step of others may be on DTensors, without a kernel
+                if "capturable" in optimizer.defaults:  # DTensors may lack a kernel for the first step of others
                     self.prepare_optimizers()
 
         with ExitStack() as stack:
@@ -396,14 +396,14 @@ class _StepParts:
     def _add_root(self, units: Sequence[Unit]) -> None:
         """Add the units of a root.
 
-        Their later eager steps queue the same collectives as a replay, because other ranks may replay. A replay gathers
-        all parameters, including frozen ones.
+        Later eager steps of these units queue the same collectives as a replay, because other ranks may replay. A
+        replay gathers all parameters, including frozen ones.
         """
         for group in [group for unit in units for group in unit.param_groups]:
             group.gradients.state.is_replayed = True
         self.first_units.append(units[0])
         self.units += units
-        self._registrations = -1  # its modules are not known yet
+        self._registrations = -1  # the root's modules are not known yet
 
     def prepare_optimizers(self) -> None:
         """Move learning rates and step counts into tensors. See [Note: the learning rate of a graph]."""
@@ -423,7 +423,7 @@ class _StepParts:
                 lr, rate = group["lr"], self._rates.get((number, index))
                 if rate is None and isinstance(lr, Tensor) and lr.device == device and lr.dtype == torch.float32:
                     if sum(other["lr"] is lr for other in optimizer.param_groups) == 1:
-                        self._rates[number, index] = lr  # the user's own; groups may share one
+                        self._rates[number, index] = lr  # the user's tensor, unless several groups share it
                     continue
                 if rate is None:
                     rate = self._rates[number, index] = torch.tensor(float(lr), dtype=torch.float32, device=device)
@@ -487,10 +487,10 @@ class _StepParts:
         return [group.gradients.state.written_by_graphs for unit in self.units for group in unit.param_groups]
 
     def host_state(self) -> dict[str, Any]:
-        """Return what a replay would not update: numbers in the state and groups of optimizers, and versions of tensors
-        there.
+        """Return values that a replay would not update: numbers and versions of tensors in the states and groups of
+        optimizers.
 
-        Only tensors that only the host writes to are included.
+        Tensors that the kernels of a step write to are not included.
         """
         found: dict[str, Any] = {}
         for optimizer in self.optimizers:
@@ -548,7 +548,7 @@ class _StepParts:
         return any(unit.runtime.state.microbatches.outside for unit in self.first_units)
 
     def expect_broadcast(self) -> None:
-        """Let the next forward broadcast buffers, as a replay does, even if an evaluation has already done so."""
+        """Make the next forward broadcast buffers, as a replay does, even if an evaluation has already done so."""
         for unit in self.first_units:
             unit.runtime.state.microbatches.note_end()
 
@@ -562,7 +562,7 @@ class _StepParts:
 
 _SETTINGS = fields(UnitSettings)
 _NOT_READ = {"params", "initial_lr", "max_lr", "min_lr", "swa_lr"}
-"""Items of an optimizer's group that are compared otherwise, or that only schedulers read."""
+"""Options of a parameter group that are compared separately, or that only schedulers read."""
 
 
 def _modes(device_type: str) -> tuple[Any, ...]:
@@ -589,7 +589,7 @@ _OTHER_CALLS = "The step called other modules or optimizers than in the call bef
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """Return a message if a step has changed what a replay would not change."""
+    """Return a message if a step has changed a value on the host, which a replay would not change."""
     for name, value in after.items():
         if name in before and before[name] != value:
             if "hyperparameter" in name:
@@ -687,13 +687,13 @@ def _problem_of(result: Any, device: torch.device) -> str | None:
 
 _LIBRARIES = (
     *(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules[__package__])),
-    warnings.__file__,  # it calls what notes a wait
+    warnings.__file__,  # it calls the function that records a wait
     "<",  # code without a file
 )
 
 
 def _line_of(frame: FrameType | None) -> str:
-    """Return the innermost line of user code in a call."""
+    """Return the innermost line of user code on the stack of `frame`."""
     calls = []
     while frame is not None:
         calls.append((frame.f_code.co_filename, frame.f_lineno))

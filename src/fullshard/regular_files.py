@@ -21,7 +21,7 @@ from fullshard.errors import ConfigError
 CONFIG_BYTES = 64 << 20  # the largest configuration file that is read
 
 UNPARSED = (ValueError, LookupError, AttributeError, RecursionError)
-"""The errors of parsers of JSON, TOML and YAML for invalid text, next to `yaml.YAMLError`."""
+"""The errors of parsers of JSON, TOML and YAML for invalid text, in addition to `yaml.YAMLError`."""
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a FIFO without a writer does not block then
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -62,7 +62,7 @@ def read_regular(path: str | os.PathLike[str], *, limit: int) -> bytes:
     """Return the bytes of a regular file.
 
     Raises:
-        OSError: as `open_regular`, or the file has grown beyond `limit` since it was opened.
+        OSError: As for `open_regular`, or the file has grown beyond `limit` since it was opened.
     """
     with open_regular(path, limit=limit) as file:
         data = file.read(limit + 1)
@@ -75,8 +75,8 @@ def read_text(path: str | os.PathLike[str], *, limit: int) -> str:
     """Return the text of a regular file in UTF-8.
 
     Raises:
-        OSError: as `read_regular`.
-        UnicodeDecodeError: the bytes are not UTF-8.
+        OSError: As for `read_regular`.
+        UnicodeDecodeError: The bytes are not UTF-8.
     """
     return read_regular(path, limit=limit).decode("utf-8")
 
@@ -88,7 +88,7 @@ def reopened(path: Path) -> Iterator[Path]:
     On Linux the yielded path refers to the descriptor that was checked, so nothing else can be opened by it.
 
     Raises:
-        OSError: as `open_regular`.
+        OSError: As for `open_regular`.
     """
     with open_regular(path) as file:
         same = Path(f"/proc/self/fd/{file.fileno()}")
@@ -100,8 +100,8 @@ def writing(path: str | os.PathLike[str], *, option: str = "", instead: str = "a
     """Context manager for writing a file that converts errors of the operating system.
 
     Args:
-        path: the file.
-        option: the command-line option that names it, such as "--json".
+        path: The file.
+        option: The command-line option that names it, such as "--json".
         instead: The alternative to suggest to the user.
 
     Raises:

@@ -78,7 +78,7 @@ def shard_unit(
     ranks = mesh.mesh if isinstance(mesh, Axes) else mesh
     device_type = device.type if device is not None else usual_device_type() if ranks is None else ranks.device_type
     axes, placements = resolve_groups(resolve_axes(mesh, options.placements, device_type), options.placements)
-    device = device or current_device(axes.mesh.device_type)  # which the mesh may have selected
+    device = device or current_device(axes.mesh.device_type)  # the creation of the mesh may have selected it
     options = replace(options, placements=placements)
     ignored = list(ignored_params or ())
     mark_ignored(ignored, (module for _, module in own_modules(modules)))
@@ -111,9 +111,9 @@ def shard_unit(
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:
-    """Mark `modules` like torch's sharded modules, so that transformers generates equally long on all ranks."""
+    """Mark `modules` like torch's sharded modules, so that transformers' `generate` runs equally long on all ranks."""
     for module in modules:
-        vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # whatever __setattr__ accepts
+        vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # bypasses custom __setattr__
 
 
 def _place(
@@ -225,7 +225,7 @@ def _check(modules: Sequence[nn.Module]) -> None:
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 PLAIN_CLASS = "_fullshard_plain_class"  # an attribute of classes that `fully_shard` gives modules: the user's own class
-_COPYING = "fullshard: a sharded module that is being copied"  # a key of the memo, where others are numbers
+_COPYING = "fullshard: a sharded module that is being copied"  # a key of the memo, whose other keys are ids
 
 
 def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
@@ -351,7 +351,7 @@ def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
             memo[called] = True
             copied = memo[id(module)] = _copy_by(method, module, memo)
         else:
-            reduced: Any = object.__reduce_ex__(module, 4)  # as the class defines it
+            reduced: Any = object.__reduce_ex__(module, 4)  # calls `__reduce__` of the class
             make, arguments, *state = reduced
             if type(module).__reduce__ is object.__reduce__:  # the default calls methods of the class
                 copied = memo[id(module)] = object.__new__(type(module))
@@ -363,7 +363,7 @@ def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 
 def _copy_by(method: Callable[..., nn.Module], module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """Return the result of `method`, called while the module has the user's class, which it may instantiate."""
+    """Call `method` while the module has the user's class, which `method` may instantiate. Return the result."""
     cls = type(module)
     plain = vars(cls).get(PLAIN_CLASS, cls)
     module.__class__ = plain
@@ -411,7 +411,7 @@ def _shard_identically(unit: Unit, memo: dict[Any, Any]) -> None:
     made.settings = unit.settings.copy()
     # Parameters may have been frozen since they were grouped, so the order of the copies may differ.
     copies = {(owner.module, owner.name): param for param in made.params for owner in param.owners}
-    # A weight that was tied later replaces others, and modules may have been removed.
+    # A weight that was tied after sharding replaces others, and modules may have been removed.
     present = [(peer, owner) for peer in unit.params for owner in peer.owners if id(owner.module) in memo]
     owned = dict(reversed(present))
     pairs = [(peer, copies[memo[id(owner.module)], owner.name]) for peer, owner in owned.items()]

@@ -8,7 +8,7 @@ with compute. Usually each transformer block is one unit. A policy makes this ch
     fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
     FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
-There are two kinds of policies, as in torch. A *policy object* is called once for each module. A *callable* `(module,
+There are two kinds of policies, as in torch. A *policy object* decides once about each module. A *callable* `(module,
 recurse, nonwrapped_numel) -> bool` is called twice. On the way down, with `recurse=True`, it returns whether the
 children may become units at all. On the way up, with `recurse=False`, it returns whether the module itself becomes a
 unit. In both calls, `nonwrapped_numel` is the number of elements that are not in a unit below. Further parameters are
@@ -224,7 +224,7 @@ def size_based_auto_wrap_policy(
 
 _FORCE_LEAF_MODULES: set[type[nn.Module]] = {nn.MultiheadAttention}
 _EXCLUDE_WRAP_MODULES: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}
-# Scripts read these defaults off the function, to add a class to them.
+# Scripts read these defaults from the function's attributes, to add a class to them.
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = _FORCE_LEAF_MODULES  # type: ignore[attr-defined]
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = _EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
 
@@ -243,7 +243,7 @@ def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies:
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
-_or_policy = or_policy  # its name in torch, from where scripts import it all the same
+_or_policy = or_policy  # its name in torch, which scripts import although it is private
 
 
 AutoWrapPolicy = WrapPolicy | Callable[..., bool]
@@ -281,11 +281,11 @@ def wrapped_modules(
     hold all its parameters.
 
     Args:
-        root: the module whose submodules are considered. It is not changed.
-        policy: a policy object, or a callable `(module, recurse, nonwrapped_numel) -> bool`.
+        root: The module whose submodules are considered. It is not changed.
+        policy: A policy object, or a callable `(module, recurse, nonwrapped_numel) -> bool`.
         ignored_modules: Modules that do not become units, nor do their submodules.
         ignored_params: Parameters that do not count towards the size of a module.
-        separate: Classes whose instances become units independent of the policy, with additional arguments.
+        separate: Classes whose instances become units independently of the policy, with additional arguments.
 
     Raises:
         ConfigError: `policy` is not a policy, or it selects a container without a forward that holds parameters itself.
@@ -353,7 +353,7 @@ class _Walk:
         return chosen
 
     def can_be_unit(self, module: nn.Module, fqn: str) -> bool:
-        """Return True if `module` has a forward that can run. If not, raise an error if its parameters depend on it."""
+        """Return True if `module` has a forward. If not, raise an error if it has parameters outside of units below."""
         if has_forward(module):
             return True
         if isinstance(module, nn.ParameterList | nn.ParameterDict) or self.free_numel(module) == 0:
@@ -430,7 +430,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     So a model can mark its units where it creates them, and can still be created without sharding.
 
     Args:
-        module: the module to wrap.
+        module: The module to wrap.
         wrap_overrides: Arguments of the wrapper that replace those given to `enable_wrap`.
     """
     wrapping = _wrapping.get()

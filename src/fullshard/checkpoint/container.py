@@ -333,7 +333,7 @@ class _Reader(dcp.FileSystemReader):
                 found = torch.load(entry, map_location="cpu", weights_only=True)
                 if target is not None:
                     found = self._part_of(found, item)
-        except Exception as error:  # whatever bytes can make torch raise
+        except Exception as error:  # invalid bytes can make torch raise any error
             raise CheckpointError(
                 f"{Path(self.path) / info.relative_path}: {item.storage_index.fqn!r} at byte {info.offset} cannot be "
                 f"read ({reason_of(error)}). Load another checkpoint."
@@ -346,7 +346,7 @@ class _Reader(dcp.FileSystemReader):
         planner.commit_tensor(item, target)
 
     def _part_of(self, chunk: Any, item: ReadItem) -> Tensor:
-        """Return the part `item` of the stored `chunk`, which is what the metadata describes."""
+        """Check that the stored `chunk` is what the metadata describes, and return the part `item` of it."""
         stored: Any = self._metadata.state_dict_metadata[item.storage_index.fqn]
         shape, dtype = self._shape_of_chunk(item), stored.properties.dtype
         if not isinstance(chunk, Tensor) or (chunk.shape, chunk.dtype, chunk.layout) != (shape, dtype, torch.strided):
@@ -364,7 +364,7 @@ class _Reader(dcp.FileSystemReader):
         return next(chunk.sizes for chunk in stored.chunks if chunk.offsets == item.storage_index.offset)
 
     def _is_contiguous(self, item: ReadItem, target: Tensor) -> bool:
-        """Return True if `item` is entire rows of the chunk, and `target` has the same bytes in memory."""
+        """Return True if `item` consists of entire rows of the chunk, and `target` has the same layout in memory."""
         stored: Any = self._metadata.state_dict_metadata[item.storage_index.fqn]
         return (
             target.device.type == "cpu"

@@ -50,7 +50,7 @@ class Contents:
     """The values that one rank saves. Tensors are those of the model and the optimizer until they are copied."""
 
     sharded: dict[Path, DTensor] = field(default_factory=dict)
-    plain: dict[Path, Tensor] = field(default_factory=dict)  # written by rank 0, and by ranks with other values
+    plain: dict[Path, Tensor] = field(default_factory=dict)  # written by rank 0, and by ranks with different values
     values: dict[Path, Any] = field(default_factory=dict)  # values other than tensors, in torch's format
     ties: dict[str, str] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
@@ -165,14 +165,14 @@ def key_of_rank(rank: int) -> str:
 
 
 def model_state(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
-    """Return the state dict of `model` with shards as `DTensor`s by the user's FQNs, for any setting of the model.
+    """Return the state dict of `model` with shards as `DTensor`s by the user's FQNs, whatever its state dict type.
 
     Args:
         in_parts: Whether weights that are encoded in several tensors are replaced by these tensors. Their names then
             begin with the name of the weight.
 
     Raises:
-        CheckpointError: There are such weights and `in_parts` is False.
+        CheckpointError: There are such weights, and `in_parts` is False or their inner tensors are sharded differently.
     """
     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         named = {clean_fqn(fqn): value for fqn, value in model.state_dict().items()}

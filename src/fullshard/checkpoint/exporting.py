@@ -55,8 +55,8 @@ def export_safetensors(
     Every rank must call it. It writes `model.safetensors`, or several files and `model.safetensors.index.json`; the
     `config.json` of a model that has one, so that `from_pretrained` can open the folder; and `checksums.json`, so that
     `load_safetensors` can detect damage. Weights are gathered one at a time, so no rank holds more than its shards and
-    one weight. Tied weights are written once. The metadata of the file lists their other names. If a process is killed
-    during the export, `folder` does not exist.
+    one weight. Tied weights are written once. The metadata of the files lists their other names. If a process is killed
+    during the export, `folder` remains empty or absent.
 
     Args:
         model: The model, sharded or not.
@@ -328,7 +328,7 @@ class _Export:
 
 
 class _ExportWriter:
-    """One file on the first rank. Errors are raised by `close`, because other ranks wait in gathers until then."""
+    """One file on the first rank. `close` raises the errors of `write`, because other ranks gather until then."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Description], metadata: Mapping[str, str]) -> None:
         self._path = path

@@ -162,6 +162,6 @@ def _states_after_step(optimizer: Optimizer, options: Mapping[str, Any], dims: i
         with outside_of_modes(), torch.no_grad():
             made = clone_for(optimizer, [on_cpu], [[param]])
             made.step()
-    except Exception:  # of a class that needs a closure or other gradients, or of options that cannot be used
+    except Exception:  # the class needs a closure or other gradients, or the options cannot be used
         return frozenset()
     return frozenset(made.state[param])

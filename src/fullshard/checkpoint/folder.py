@@ -125,7 +125,7 @@ def discard(partial: Path) -> None:
 
 
 def clear_up(folder: Path) -> None:
-    """Remove the partially written and deleted checkpoints of killed runs from `folder`."""
+    """Remove unfinished and deleted checkpoints of killed runs. Restore a replaced one that has no replacement."""
     for path in _inside(folder):
         left = _LEFT.fullmatch(path.name)
         if left is None:
@@ -139,7 +139,7 @@ def clear_up(folder: Path) -> None:
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Delete all checkpoints in `folder` except for the newest `count` that seem to be intact.
+    """Delete the checkpoints in `folder` that seem to be intact, except for the newest `count`.
 
     Damaged checkpoints are neither counted nor deleted. Only the sizes of files are checked.
     """

@@ -6,8 +6,8 @@ also the program of that process. It imports nothing from this package, so it ta
 
 [Note: a folder that other users can see]
 Every user of the host can create files in /dev/shm. So the folder has a random name, and only its owner can access it.
-It is found by the record of its launcher in it. This record is only read if the folder is a real folder of this user
-without access for other users. /dev/shm is sticky, so no other user can rename or replace the folder. A process that
+Ranks find it by the record of their launcher in it. This record is only read if the folder is a real folder of this
+user without access for others. /dev/shm is sticky, so no other user can rename or replace the folder. A process that
 uses the folder opens it once, checks the opened folder, and accesses the files through its descriptor. If the folder is
 removed and another user creates one with the same name, nothing is written there.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 
 MEMORY = Path("/dev/shm")
 _PREFIX = "fullshard-"
-_RECORD = "kept"  # the file with the identity of the launcher; its keeper holds a lock on it while it lives
+_RECORD = "kept"  # the file with the identity of the launcher; the keeper locks this file as long as it runs
 _RECORD_NBYTES = 4096  # more than any record has
 _OPENED = Path("/proc/self/fd")
 
@@ -47,8 +47,8 @@ def launcher_identity(launcher: int) -> str:
 def kept_folder(launcher: int, memory: Path = MEMORY) -> Path:
     """Return a folder in the memory of this host that exists until the process `launcher` ends.
 
-    Later calls return the same folder. Only one process of the host may call this at a time. Folders of launchers whose
-    keepers were killed with them are removed. See [Note: a folder that other users can see].
+    Later calls return the same folder. Only one process of the host may call this at a time. Folders of launchers that
+    were killed together with their keepers are removed. See [Note: a folder that other users can see].
 
     Raises:
         PermissionError: Every user may rename the files of others in `memory`.
@@ -73,7 +73,7 @@ def kept_folder(launcher: int, memory: Path = MEMORY) -> Path:
 
 @contextmanager
 def opened_folder(folder: Path) -> Iterator[int]:
-    """Context manager that opens `folder` and returns its descriptor.
+    """Context manager that opens `folder` and yields its descriptor.
 
     Raises:
         PermissionError: It is not a folder of this user without access for others.
@@ -102,7 +102,7 @@ def named(path: Path) -> Path:
 
 @contextmanager
 def _record_of(folder: Path, flags: int) -> Iterator[int]:
-    """Context manager that opens the record in `folder` and returns its descriptor."""
+    """Context manager that opens the record in `folder` and yields its descriptor."""
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     with opened_folder(folder) as within:
         descriptor = os.open(_RECORD, flags, 0o600, dir_fd=within)
@@ -113,7 +113,7 @@ def _record_of(folder: Path, flags: int) -> Iterator[int]:
 
 
 def _is_left(record: int, recorded: str) -> bool:
-    """Return True if the launcher of this record has ended, and its keeper cannot remove the folder anymore."""
+    """Return True if the launcher of this record, or in another container its keeper, has ended."""
     words = recorded.split()
     if len(words) != 4 or not words[2].isdecimal():
         return False  # it is being created, or damaged
@@ -158,7 +158,7 @@ def _new_folder(launcher: int, identity: str, memory: Path) -> Path:
 
 
 def _start_keeper(launcher: int, folder: Path, record: int) -> None:
-    """Start a keeper, which inherits the lock. Its session is new, because the launcher ends the ranks' sessions."""
+    """Start a keeper, which inherits the lock. It gets a new session, because the launcher ends those of the ranks."""
     subprocess.run(
         [sys.executable, "-I", "-S", __file__, str(launcher), str(folder), str(record)],
         stdin=subprocess.DEVNULL,

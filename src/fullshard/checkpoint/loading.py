@@ -72,8 +72,8 @@ def load(
 ) -> Restored:
     """Restore a run from a checkpoint. Every rank of the default process group must call it.
 
-    World size, strategy, wrap policy and ties may differ from those of the save. With the same number of ranks, later
-    losses are bitwise equal. All files are verified before anything is read, and no code in them is executed.
+    World size, strategy and wrap policy may differ from those of the save. Tied weights may be untied. With the same
+    number of ranks, later losses are bitwise equal. All files are verified first. No code in them is executed.
 
     Checkpoints of `torch.distributed.checkpoint` are supported if they contain a model and an optimizer in the form of
     `get_state_dict`. Their values are verified as they are read, with the checksums that torch.save has written.
@@ -84,7 +84,8 @@ def load(
         model: The model, sharded or not. Memory for parameters on the meta device is allocated first.
         optimizer: An optimizer of parameters of `model`. Its parameter groups may differ.
         scheduler: An object with `load_state_dict()`.
-        data: The position in the data. With the same number of ranks, each rank gets its own state.
+        data: The position in the data: an object with `load_state_dict()`. With the same number of ranks, each rank
+            gets its own state.
         random_states: Whether to restore random generators. With a different number of ranks, they get new seeds
             derived from the checkpoint, the world size and the rank.
         progress: Called with the bytes that this rank has verified, and their total; then with the elements that it has
@@ -243,6 +244,6 @@ class _CheckpointReader:
                 elif fqn in keys:
                     values[name] = targets[keys[fqn]]
                 else:
-                    values[name] = saved.values.get(fqn, present)  # by default, it was read into its parts
+                    values[name] = saved.values.get(fqn, present)  # or an encoded weight, read as its parts
             self.model.load_state_dict(values)
             restore_descriptions(self.model, alongside)

@@ -39,7 +39,7 @@ class Manifest:
 
     id: str
     step: int
-    number: int  # of the save to this folder. It increases even if a run resumes from an earlier step
+    number: int  # counts the saves to this folder, even if a run resumes from an earlier step
     world: int
     strategy: str
     versions: Mapping[str, str]
@@ -160,7 +160,7 @@ def damage_in(
     """Yield the expected and actual state of each file in `checkpoint` that differs from `files`.
 
     Args:
-        reads: Whether to compare checksums, which reads all files once, or only sizes.
+        reads: Whether to compare checksums, which reads all files once. If False, only sizes are compared.
     """
     total = sum(stored.nbytes for stored in files.values())
     done = 0

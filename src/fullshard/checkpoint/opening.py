@@ -87,7 +87,7 @@ def open_checkpoint(
         path: A checkpoint, or a folder of checkpoints.
         ranks: The ranks that load it.
         progress: Called with the bytes that this rank has verified, and their total.
-        verifies: Whether to verify all files. If False, only the manifest or the metadata is checked.
+        verifies: Whether to verify all files. If False, only the manifest, the metadata and file sizes are checked.
 
     Raises:
         CheckpointError: There is none, or none is intact. The same error is raised on every rank.

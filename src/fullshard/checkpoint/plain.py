@@ -62,7 +62,7 @@ def _is_readable(leaf: Any) -> bool:
         return True
     try:
         _read_back(leaf)
-    except Exception:  # torch.load rejects values with many error types, and so does a __reduce__
+    except Exception:  # torch.load raises many types of errors, and a __reduce__ can raise any
         return False
     return True
 

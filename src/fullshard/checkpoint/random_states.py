@@ -41,7 +41,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def derive_random_states(states: dict[str, Any], rank: int, world: int) -> None:
-    """Seed this process deterministically by `states` of another process, rank and world size.
+    """Seed this process deterministically from the `states` of another process, its own `rank`, and `world`.
 
     This is for a different world size, where not all ranks can continue the saved generators.
     """

@@ -67,7 +67,7 @@ class _Transfer:
     target: int
 
 
-_background = Background("fullshard-safety-copy")  # of all objects, because they share its process group
+_background = Background("fullshard-safety-copy")  # shared by all objects, because it has only one process group
 
 
 class SafetyCopies:

@@ -141,7 +141,7 @@ def async_save(
         progress: Called by the thread with the bytes that this rank has written so far, and their total.
 
     Raises:
-        CheckpointError: A rank could not copy or save something, or the previous save failed.
+        CheckpointError: A rank could not copy its values, or the previous save failed.
         ConfigError: `step` is below 0, or `keep` below 1.
         RankMismatchError: A rank makes a different call at the same time.
     """

@@ -170,7 +170,7 @@ def _check_fits(
     optimizer: torch.optim.Optimizer | None,
     scheduler: HasState | None,
 ) -> None:
-    """Raise a `CheckpointError` unless `taken` has the same shards."""
+    """Raise a `CheckpointError` unless `taken` fits the model's `tensors`, the optimizer and the scheduler."""
     values, misfit = taken["model"], Misfit()
     misfit.missing += [fqn for fqn in tensors if fqn not in values]
     misfit.unexpected += [fqn for fqn in values if fqn not in tensors]

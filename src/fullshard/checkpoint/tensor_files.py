@@ -139,8 +139,8 @@ class Merged:
             yield from [part] if isinstance(part, str) else part.names
 
 
-_Place = tuple[int | slice, ...]  # in the tensor that is read
-_Piece = tuple[str, list[range], _Place]  # a tensor in the files, positions in it, and their place
+_Place = tuple[int | slice, ...]  # a position in the tensor that is read
+_Piece = tuple[str, list[range], _Place]  # a tensor in the files, index ranges in it, and their position in the result
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class TensorFiles:
     metadata: Mapping[str, str]
     checksums: Mapping[str, StoredFile] | None = None  # by file name, if fullshard has written them
     merged: Mapping[str, Merged] = field(default_factory=dict)  # tensors that the files store in parts
-    whole: TensorFiles | None = None  # the same files with the parts
+    whole: TensorFiles | None = None  # the same files with the parts instead of `merged`
 
     @property
     def folder(self) -> Path:
@@ -265,7 +265,7 @@ def _read(file: Any, name: str, there: Description, spans: Sequence[range] | Non
 
 
 def open_tensor_files(path: Path) -> TensorFiles:
-    """Return the tensors at `path`: a file, a folder with an index, or with one file."""
+    """Return the tensors at `path`: a file, an index, or a folder with an index or with one file."""
     index = _index_of(path)
     weight_map = {} if index is None else _weight_map(index)
     files = [_only_file(path)] if index is None else [index.parent / name for name in sorted(set(weight_map.values()))]
@@ -315,7 +315,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _only_file(path: Path) -> Path:
-    """Return the only safetensors file at `path`."""
+    """Return the safetensors file at `path`: the file itself, `model.safetensors`, or the only file of a folder."""
     if not path.is_dir():
         return path
     found = [path / WEIGHTS] if (path / WEIGHTS).exists() else sorted(path.glob("*.safetensors"))
@@ -342,7 +342,7 @@ def _described(path: Path) -> tuple[dict[str, Description], dict[str, str]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Context manager that opens `path` without mapping it into memory. Errors have its name."""
+    """Context manager that opens `path` without mapping it into memory. Error messages contain its name."""
     try:
         with reopened(path) as same, safe_open(same, "pt", backend="pread") as file:
             yield file

@@ -2,7 +2,7 @@
 
 A tensor of n elements is divided into blocks of `BLOCK` elements. Its encoding is
 
-    [scale of block 0][scale of block 1]...   [code, code, ... of block 0][... of block 1]...   up to 16 bytes
+    [scale of block 0][scale of block 1]...   [code, code, ... of block 0][... of block 1]...   [padding to 16 bytes]
 
 with a scale in float32, so that the block's largest absolute value becomes the largest code:
 
@@ -31,7 +31,7 @@ BLOCK = 128
 """Number of elements that share a scale. The scales are 3 % of an int8 message, and 6 % of an int4 message."""
 
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # division by a smaller scale would lose significant bits
-_CPU_PIECE, _PIECE = 1 << 18, 1 << 24  # elements per chunk, to fit a core's cache and to bound scratch on a GPU
+_CPU_PIECE, _PIECE = 1 << 18, 1 << 24  # elements per chunk: fits a core's cache; bounds scratch memory on a GPU
 
 
 class Codec(ABC):

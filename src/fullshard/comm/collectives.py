@@ -1,7 +1,7 @@
 """Collectives over one process group, and its channels. Subclasses choose the transport.
 
     Collectives
-    ├── PairwiseCollectives              grouped isend/irecv straight into place: gloo
+    ├── PairwiseCollectives              sends and receives between all pairs, in place: gloo
     │   └── SharedMemoryCollectives      through shared memory, if all ranks are on one host
     │       └── PretendedCollectives     the same with simulated peers: dry runs of CPU ranks
     └── NativeCollectives                the backend's own, coalesced: NCCL, and the fake backend
@@ -94,7 +94,7 @@ class Collectives(GroupProgress, ABC):
         """Create a channel for calls with up to `tensors` tensors.
 
         Args:
-            tensors: the maximum number of tensors of a call.
+            tensors: The maximum number of tensors of a call.
             variants: The number of sets of message sizes with separate tags, see `Channel.variant`.
         """
         return Channel(self, 2 * tensors, variants)
@@ -111,7 +111,7 @@ class Collectives(GroupProgress, ABC):
         return tag
 
     def reserve_tags_in_call(self, count: int) -> int:
-        """Reserve tags like `reserve_tags` in a call, which may fail on some ranks before it does so."""
+        """Reserve tags in a call. Their range is separate, because the call may fail on some ranks before this."""
         tag, self._next_tag_in_calls = self._next_tag_in_calls, self._next_tag_in_calls + count
         return tag
 
@@ -286,7 +286,7 @@ class Collectives(GroupProgress, ABC):
             raise self.broken
 
     def _break_linked(self, error: FullshardError) -> None:
-        """Break the linked groups by `error`, and notify their ranks by a fingerprint."""
+        """Mark the linked groups as broken by `error`, and notify their ranks with a fingerprint."""
         name = f"to raise RankMismatchError, since {named_ranks(self.ranks)} differ"
         for other in self._linked:
             if other.broken is None and other.world > 1:
@@ -322,7 +322,7 @@ class Collectives(GroupProgress, ABC):
         return None
 
     def arrival(self, tag: int) -> Callable[[], bool] | None:
-        """Return a non-blocking test whether all data of the last collective has arrived; None if not supported."""
+        """Return a non-blocking test of whether all data of the last collective has arrived; None if not supported."""
         return None
 
     def _record(self, call: Call) -> Event | None:
@@ -388,15 +388,15 @@ class Channel(Transport):
         return self.collectives.reserve_tags_in_call(self._tags * self._variants)
 
     def reserve_tags(self) -> None:
-        """Reserve the tags, unless this is done. Ranks must do so in the same order."""
+        """Reserve the tags, unless they are reserved already. Ranks must do so in the same order."""
         if "_first_tag" not in vars(self):
             self._first_tag = self.collectives.reserve_tags(self._tags * self._variants)
 
     def variant(self, text: str) -> Channel:
         """Return the channel for the variant `text` of messages; an empty text is the normal variant.
 
-        Ranks with gradients of different parameters send messages of different sizes. gloo ends a process that receives
-        more bytes than expected. So messages of different variants have different tags.
+        Ranks with gradients of different parameters send messages of different sizes. gloo terminates a process that
+        receives more bytes than expected. So variants have different tags, except for collisions of their checksums.
         """
         if not text or self._variants == 1:
             return self

@@ -63,7 +63,7 @@ class EncodedGathers(Gathers):
 
 
 class EncodedSums(Sums):
-    """Sums over `transport` whose terms `codec` encodes, in float32.
+    """Sums in float32 over `transport`. Their terms are encoded by `codec`.
 
     The error of a term is added to the next term of the same name. It is dropped if a term of the same kind with
     another name is sent first, which limits memory at the cost of the error of one message.
@@ -93,7 +93,7 @@ class EncodedSums(Sums):
         self._errors.clear()
 
     def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
-        """See `Sums.reduce_scatter`. One message to each other rank."""
+        """See `Sums.reduce_scatter`. This sends one message to each other rank."""
         transport, codec = self._transport, self._codec
         sizes = [codec.nbytes(n) for n in of.part_numels]
         others = transport.world - 1
@@ -120,7 +120,7 @@ class EncodedSums(Sums):
     def all_reduce(
         self, tensors: Sequence[Tensor], divisor: float, *, origin: Origin, names: Sequence[TermName] = ()
     ) -> Pending:
-        """See `Sums.all_reduce`. Two messages to each other rank: terms, and then sums."""
+        """See `Sums.all_reduce`. This sends two messages to each other rank: terms, and then sums."""
         transport = self._transport
         part_numels = [len(owned(tensor.numel(), transport.world, 0)) for tensor in tensors]
         local = [len(owned(tensor.numel(), transport.world, transport.rank)) for tensor in tensors]

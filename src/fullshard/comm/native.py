@@ -42,7 +42,7 @@ class NativeCollectives(Collectives):
         divide(tensors, divisor)
 
     def all_to_all(self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int) -> None:
-        nothing = [send[self.rank].new_empty(0)]  # its own is in place
+        nothing = [send[self.rank].new_empty(0)]  # this rank's own part is in place already
         before, after = slice(self.rank), slice(self.rank + 1, None)
         received, sent = ([*tensors[before], *nothing, *tensors[after]] for tensors in (receive, send))
         dist.all_to_all(received, sent, group=self.group)

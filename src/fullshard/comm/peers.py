@@ -75,7 +75,7 @@ class MappedMemory:
     @classmethod
     def mapped(cls, descriptor: int, nbytes: int, ranks: int) -> MappedMemory:
         """Map the memory of an anonymous file, given its descriptor."""
-        with torch.inference_mode(False):  # may be written to in either mode
+        with torch.inference_mode(False):  # writable both in inference mode and outside of it
             return cls(torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8), ranks)
 
     def note_purpose(self, purpose: str) -> None:

@@ -63,7 +63,7 @@ class _OfPeer(MappedMemory):
 
 
 def _bytes(nbytes: int) -> Tensor:
-    with torch.inference_mode(False):  # may be written to in either mode
+    with torch.inference_mode(False):  # writable both in inference mode and outside of it
         return torch.empty(align(nbytes, mmap.PAGESIZE), dtype=torch.uint8, device="cpu")
 
 
@@ -75,8 +75,8 @@ class _PretendedPeers(HostPeers):
         self._world = world
         self._peers = [peer for peer in range(world) if peer != rank]
         self._of_peers: dict[int, dict[int, MappedMemory]] = {}  # by the number of this rank's block, and by peer
-        self._unheard: list[SharedBlock] = []  # have been read by the others
-        self._dropped: list[dict[int, MappedMemory]] = []  # by the others
+        self._unheard: list[SharedBlock] = []  # read by the peers, which this rank has not noticed yet
+        self._dropped: list[dict[int, MappedMemory]] = []  # memory that the peers free in the next `hear`
         self._published: dict[Key, SharedBlock] = {}
         self._fingerprints: deque[bytes] = deque()
 

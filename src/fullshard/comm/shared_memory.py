@@ -41,7 +41,7 @@ _NO_PLAN = bytes(32)
 class _once(Generic[T]):  # noqa: N801  # a decorator
     """`functools.cached_property` without its lock, which Python 3.11 holds for all instances while the method runs.
 
-    The method is a collective: with the lock, two threads that use two groups would wait for one another on two ranks.
+    The method is a collective. With the lock, two ranks could deadlock if two threads of each use two groups.
     """
 
     def __init__(self, method: Callable[[Any], T]) -> None:
@@ -88,7 +88,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         return connect(self.rank, exchange, group_timeout_s(self.group))
 
     def renew(self) -> None:
-        """See `Collectives.renew`. Data in shared memory for unfinished collectives is forgotten."""
+        """See `Collectives.renew`. Data of unfinished collectives in shared memory is discarded."""
         super().renew()
         self.close()
         vars(self).pop("peers", None)

@@ -8,8 +8,8 @@
     Transport              both, and all_to_all
     └── Channel            messages for one purpose over a process group, by any backend: see `collectives.py`
 
-A call moves several tensors as one. All tensors are 1-D and contiguous, and are read and written in place. Sums are
-computed in rank order 0..N-1 and divided once, so a sum is bitwise identical on every transport.
+A call moves several tensors as one. All tensors are 1-D and contiguous, and are read and written in place. With gloo,
+a sum is computed in rank order 0..N-1 and divided once, so it is bitwise identical with and without shared memory.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ N ranks form h groups of k consecutive ranks: rank r has position j = r % k in g
 
 and the *secondary shard* of position j is the concatenation of parts j, k + j, 2k + j, ... of ranks (0, j), (1, j), ...
 A gather fills secondary shards across groups, then full tensors within each group. As long as secondary shards are
-valid, only the second part is needed, without communication between groups. A reduction has the opposite order.
+valid, only the second step is needed, without communication between groups. A reduction has the opposite order.
 
 [Note: few messages within a group]
 Within a group, parts j and k + j of a tensor are not adjacent. So without intermediate buffers, each tensor needs h

@@ -90,9 +90,9 @@ class Accelerator:
         return nullcontext()
 
     def note_disk_transfer(self, memory: Tensor, file: object, offset: int, *, name: str) -> Mark | None:
-        """Record that a thread fills `memory` from a file, or writes it to the file. Return a mark at the end of that.
+        """Record that a thread fills `memory` from a file, or writes it to the file. Return a mark after this work.
 
-        Return None if the end of such work is not an event. `name` is the name of a `DiskTransfer`.
+        Return None if the device has no events for such work. `name` is the name of a `DiskTransfer`.
         """
         return None
 
@@ -101,7 +101,7 @@ class Accelerator:
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pinned)
 
     def host_room(self, ranks: int) -> int | None:
-        """Return the bytes of host memory that this rank, one of `ranks` there, can still allocate; None if unknown."""
+        """Return the bytes of host memory that this rank, one of `ranks` per host, can allocate; None if unknown."""
         return share_of_host(ranks)
 
 

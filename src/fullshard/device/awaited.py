@@ -28,7 +28,7 @@ class Awaited(Tensor):
     ) -> Any:
         return func(*tree_map(settled, args), **tree_map(settled, kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # nothing is made
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # does not compute values
         return f"Awaited({tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -55,7 +55,7 @@ class CudaGraph:
             def note_or_show(message: Any, *args: Any, **kwargs: Any) -> None:
                 if "synchronizing CUDA operation" not in str(message):
                     show(message, *args, **kwargs)
-                elif threading.get_ident() == thread:  # others, such as a loader's, may wait
+                elif threading.get_ident() == thread:  # other threads, such as a data loader's, may wait
                     note(sys._getframe(1))
 
             warnings.showwarning = note_or_show

@@ -1,11 +1,11 @@
 """Available memory of this host: of the machine, and of the container or job of this process.
 
 [Note: groups of the kernel]
-A container or a Slurm job is a control group. The kernel enforces its limit by ending a process, and does not include
+A container or a Slurm job is a control group. The kernel enforces its limit by killing a process, and does not include
 it in `/proc/meminfo`. Groups are nested, so the limit is the minimum of the available memory of all groups that contain
 this process. The usage of a group includes cached pages of files, which the kernel frees when it needs memory. Version
-2 of the groups has one tree, version 1 has a separate one for memory. In a container its own group may be the top of
-the tree, with another name than outside, so missing folders are skipped.
+2 of the groups has one tree, version 1 has a separate one for memory. Inside a container, its group may be the top
+of the tree, under a different name than outside. So missing folders are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Tree:
     top: str
     limit: str
     used: str
-    taken_back: tuple[str, ...]  # of what is used, in the group's `memory.stat`
+    taken_back: tuple[str, ...]  # used bytes that the kernel can reclaim, by name in `memory.stat`
 
 
 _SECOND = _Tree(top="", limit="memory.max", used="memory.current", taken_back=("inactive_file", "active_file"))

@@ -67,8 +67,8 @@ def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 class MemoryKind:
     """The memory of a device. If `offloaded`, the host memory of an accelerator, page-locked if `pinned`.
 
-    If `copied`, the accelerator keeps a copy of the shards to send. With a `folder`, long-lived data is stored in a
-    file in this folder, and is loaded into memory of this kind.
+    If `copied`, the accelerator keeps a copy of the shards for gathers. With a `folder`, long-lived data is stored in
+    a file in this folder, and is loaded into memory of this kind.
     """
 
     device: torch.device

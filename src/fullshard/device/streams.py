@@ -145,10 +145,10 @@ class ComputeStream(DeviceStream):
         return nullcontext()
 
     def wait(self, mark: Mark | None) -> None:
-        """See `Stream.wait`. `mark` may be created by the user, of a class that can only block the current stream."""
+        """See `Stream.wait`. `mark` may be an event of the user, of a class that can only block the current stream."""
         if mark is not None:
             with _current(self._device):
-                mark.wait()  # type: ignore[attr-defined]  # every event of torch's has it
+                mark.wait()  # type: ignore[attr-defined]  # all event classes of torch have it
 
 
 def stamp_on(stream: torch.Stream) -> Stamp:
@@ -194,7 +194,7 @@ class Streams:
     gather: Stream
     reduce: Stream  # sums over the shard axis, or within groups
     replicate: Stream  # sums over the replicate axis, or across groups: the slow network does not delay other work
-    offload: Stream  # copies to the host
+    offload: Stream  # copies to and from the host
     host: Stream
 
     def join(self) -> None:

@@ -24,7 +24,7 @@ class TransferBytes:
         return TransferBytes(self.arrived - before.arrived, self.passed - before.passed)
 
 
-Transfers = dict[tuple[str, str], TransferBytes]  # by place and state
+Transfers = dict[tuple[str, str], TransferBytes]  # by tier and state
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _TransferCounter:
 
     @property
     def total(self) -> Transfers:
-        """Return the totals since the process began."""
+        """The totals since the process started."""
         with self._lock:
             return dict(self._total)
 

@@ -85,7 +85,7 @@ class Buffers:
         if not accelerator_for(self._device).has_streams:
             self._given.clear()
 
-    @torch.inference_mode(False)  # may be written to in either mode
+    @torch.inference_mode(False)  # writable both in inference mode and outside of it
     def _new(self, nbytes: int) -> Tensor:
         accelerator = accelerator_for(self._device)
         if not accelerator.has_streams:

@@ -1,4 +1,4 @@
-"""What the engine knows of disks while nothing is on one: sizes, and the type of tensors that are stored there."""
+"""The parts of disk offload that the engine always needs: sizes, and the base class of tensors on a disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 ALIGNMENT = 4096
-"""Offsets, sizes and addresses are multiples of it. No disk or file system in use requires more."""
+"""Offsets, sizes and addresses are multiples of this. No disk or file system in use requires more."""
 BUFFERS = 3  # of optimizer states: for the chunk that is stepped, the previous one and the next one
 MOST_WRITING = 2  # the number of buffers that may still be written out or copied to a device when a new one is taken
 

@@ -77,7 +77,7 @@ class DiskPace:
 
     @property
     def total(self) -> Moved:
-        """Return the totals since the process started, including the time of requests in progress."""
+        """The totals since the process started, including the time of requests in progress."""
         with self._lock:
             self._add(Moved(busy_s=self._busy_since()))
             return self._total

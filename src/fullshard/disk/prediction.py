@@ -28,7 +28,7 @@ ADAMW_BYTES = 8  # per parameter: two moments in fp32
 class Traffic:
     """The data of all ranks of a host on one disk, and the bytes that a step reads and writes."""
 
-    room_bytes: int  # on the disk between steps
+    room_bytes: int  # on the disk at the same time
     read_bytes: int  # per step
     written_bytes: int  # per step
 

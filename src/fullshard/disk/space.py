@@ -2,8 +2,8 @@
 
 [Note: an extent is freed by dropping it]
 An extent owns a range of the file. The range is free once the last reference to the extent is dropped. That can happen
-at any time, so it is only recorded then. The next allocation reclaims the recorded ranges without pending writes. A
-late write would overwrite the data of the new owner.
+at any time, so the range is only recorded then. The next allocation reclaims the recorded ranges that have no pending
+writes, because a late write would overwrite the data of the new owner.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Writes:
     """Writes to one extent that may be in progress or have failed."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[int, int, DiskWork]] = []  # start, end
+        self._pending: list[tuple[int, int, DiskWork]] = []  # start and end of the bytes, and the write
 
     def add(self, start: int, end: int, work: DiskWork) -> None:
         """Record a write to these bytes. Earlier writes to any of them have ended."""
@@ -90,7 +90,7 @@ class Extent:
         self._scratch._dropped.append((self._offset, self.nbytes, self._writes))
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Raise an error. `OnDisk` copies its values; torch's `async_save` copies its attributes, and no values."""
+        """Raise an error. A copy of an `OnDisk` has its values, but torch's `async_save` copies attributes only."""
         raise StateError(
             "torch.distributed.checkpoint.async_save cannot copy states or parameters that Offload stores on a disk. "
             "Call fullshard.checkpoint.async_save, or torch.distributed.checkpoint.save."
@@ -104,7 +104,7 @@ class Extent:
     def read(self, into: Tensor, start: int = 0, *, is_ahead: bool = False) -> DiskWork:
         """Start to fill the aligned buffer `into` with the bytes from `start`, a multiple of ALIGNMENT.
 
-        If `is_ahead`, these bytes may be written before the data is used. The caller must compare `version` then.
+        If `is_ahead`, these bytes may be written before the data is used. So the caller must compare `version`.
         """
         self._writes.wait(start, start + into.numel())
         transfers.note("disk", self.state, arrived=into.numel())

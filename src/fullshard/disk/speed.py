@@ -21,7 +21,7 @@ REQUESTS = tuple(1 << power for power in (18, 20, 22, 24))  # bytes: 256 KiB to 
 DEPTHS = (1, 2, 4, 8, 16)
 LARGEST = 1 << 30  # maximum bytes of the test file
 SHARE_OF_FREE = 0.1  # maximum share of the free space for the test file
-MEMORY = 192 << 20  # bytes of buffers, more than a CPU cache has, as in a run: in the cache, a disk is a third faster
+MEMORY = 192 << 20  # bytes of buffers: more than a CPU cache, as in a run. Cached buffers make a disk a third faster
 ENOUGH = 0.9  # the share of the best rate at which smaller requests are preferred
 
 # Shares of the given time for filling the file, for the search, and for each of the three rates.
@@ -62,12 +62,12 @@ TYPICAL = DiskSpeed(
     free_bytes=1 << 40,
     disk_bytes=1 << 41,
 )
-"""A consumer SSD with four streams of PCIe 3 that has written for hours, so that its cache is full: the default for
-plans without a measured disk."""
+"""A consumer SSD on PCIe 3.0 x4 that has written for hours, so that its cache is full. It is the default for plans
+without a measured disk."""
 
 
 def measure(folder: Path, *, seconds: float = 8.0, clock: Callable[[], float] = time.perf_counter) -> DiskSpeed:
-    """Measure the disk of `folder` with a scratch file of 16 MiB to 1 GiB, at most a tenth of the free space.
+    """Measure the disk of `folder` with a scratch file of a tenth of the free space, but 16 MiB to 1 GiB.
 
     The result includes the caches of the file system and of the disk, so sustained rates over hours may be lower.
 

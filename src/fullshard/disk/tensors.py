@@ -99,7 +99,7 @@ class OnDisk(TensorOnDisk):
     def fetch(self) -> Tensor:
         """Return the values in new memory on the tensor's device."""
         begin, end = self.blocks
-        with torch.inference_mode(False):  # views may be written to in either mode
+        with torch.inference_mode(False):  # views may be written to with or without inference mode
             buffer = aligned_buffer(end - begin)
             with noting_errors():
                 self.extent.read(buffer, begin).wait()
@@ -154,7 +154,7 @@ class ViewOnDisk(Tensor):
 
     @staticmethod
     def of(stored: OnDisk, whole: Tensor, result: Any) -> Any:
-        """Return `result`, of an operation on the values `whole` of `stored`, as a `ViewOnDisk` if it is a view."""
+        """Return `result` as a `ViewOnDisk` if it is a view of `whole`, the values of `stored` in memory."""
         if not isinstance(result, Tensor) or result.untyped_storage()._cdata != whole.untyped_storage()._cdata:
             return result
         view = result.as_subclass(ViewOnDisk)
@@ -186,7 +186,7 @@ class ViewOnDisk(Tensor):
 
     @torch.no_grad()
     def _store(self) -> None:
-        """Write this view to the disk, between the values that are there now."""
+        """Write the elements of this view to the disk. Other values on the disk do not change."""
         whole = self.stored.fetch()
         offset = whole.storage_offset() + self.storage_offset() - self.whole.storage_offset()
         whole.as_strided(self.shape, self.stride(), offset).copy_(self)

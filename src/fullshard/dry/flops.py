@@ -1,7 +1,7 @@
 """FLOPs of torch operations, by torch's formulas and by additional formulas.
 
-As in torch's formulas, a multiplication with an addition counts as two, and only products of matrices, of matrices with
-vectors, and attention count: other operations are limited by the memory that they access. `register_flop_formula` of
+As in torch's formulas, a multiplication with an addition counts as two. Only convolutions, attention, and products of
+matrices and vectors count, because memory limits other operations. `register_flop_formula` of
 `torch.utils.flop_counter` adds formulas of custom operations.
 """
 
@@ -29,7 +29,7 @@ _ATTENTION = frozenset(
         _ATEN._scaled_dot_product_efficient_attention_backward,
     )
 )
-_flops: dict[Any, int] = {}  # by operation and shapes, because the formulas are slower than the rest of the recording
+_flops: dict[Any, int] = {}  # a cache by operation and shapes: formulas are slower than the rest of the recording
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -93,7 +93,7 @@ def _shape_or_value(argument: Any) -> Any:
 
 
 def _grouped_product(first: Tensor, second: Tensor, *others: Any) -> int:
-    """Return the FLOPs of one product, because each row (or each index of the inner dimension) belongs to one group."""
+    """Return the FLOPs of one product: each row (or each index of the inner dimension) belongs to one group."""
     groups = first.shape[0] if first.ndim == second.ndim == 3 else 1
     return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
 
@@ -108,7 +108,7 @@ def _trilinear(
     summed: Sequence[int],
     *others: Any,
 ) -> int:
-    """Return the FLOPs of the product of the first two tensors, and of that with the third, as in torch's kernel."""
+    """Return the FLOPs of the first two tensors' product, and of its product with the third, as in torch's kernel."""
     ndim = first.ndim + len(expand1)
     sizes = [1] * ndim
     for tensor, expanded in ((first, expand1), (second, expand2), (third, expand3)):
@@ -121,7 +121,7 @@ def _trilinear(
 
 
 def _distances(first: Tensor, second: Tensor) -> int:
-    """Return the FLOPs of a product of matrices with two additional columns, for the squares."""
+    """Return the FLOPs of a product of matrices with two additional columns, which contain the squares."""
     return 2 * first.numel() // first.shape[-1] * second.shape[-2] * (first.shape[-1] + 2)
 
 

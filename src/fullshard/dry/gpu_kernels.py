@@ -3,7 +3,7 @@
 The tensors of a dry run are CPU tensors. For those, torch decomposes operations that have fused kernels on CUDA:
 
     dropout          `native_dropout`, which keeps a mask of one byte per element. On a CPU it takes three kernels and
-                     a mask as wide as the input
+                     a mask in the dtype of the input
     attention        with dropout, with a bias that requires gradients, or with values and keys of different widths: one
                      kernel, and no matrix of scores in memory
     softmax          from float16 to float32: one kernel that converts while it reads

@@ -83,7 +83,7 @@ class _Use:
     access: Access
     writes: bool
     keeps: bool = False  # the memory stays allocated until the operation has ended
-    of_file: bool = False  # it is a range of a file
+    of_file: bool = False  # the access is to a range of a file
 
 
 class _Torn(NamedTuple):

@@ -1,8 +1,8 @@
 """Recurrent layers in dry runs: one operation of cuDNN on a GPU, and the workspace of oneDNN on a CPU.
 
-On CPU tensors, torch computes GRUs and plain RNNs one step of the sequence at a time, and fakes of LSTMs without the
-workspace that backward reads. On CUDA, all layers and steps are one `_cudnn_rnn`. It copies the weights to one buffer,
-because sharded parameters are not laid out as cuDNN needs them.
+On CPU tensors, torch computes GRUs and plain RNNs one step of the sequence at a time, and its fake LSTMs lack the
+workspace that backward reads. On CUDA, one `_cudnn_rnn` computes all layers and steps. The weights are copied to one
+buffer first, because sharded parameters are not laid out as cuDNN needs them.
 
 Neither library documents the size of its workspace. cuDNN's is assumed to be the gates, the cell states and the outputs
 of every step. oneDNN's was measured (torch 2.13, LSTM): 15.25 values per step, row and hidden unit.
@@ -91,7 +91,7 @@ def _rnn(
 
 
 def _packed(mode: int, x: Tensor, batch_sizes: Tensor, state: Any, *how: Any) -> Any:
-    """Return the same for packed sequences. Fakes do not have their lengths, so every step has all rows."""
+    """Return the result of `_rnn` for packed sequences. Fakes have no lengths, so every step has all rows."""
     rows = (state[0] if isinstance(state, list | tuple) else state).shape[1]
     sizes = [rows] * batch_sizes.shape[0]
     return _rnn(mode, x, state, *how, batch_sizes=sizes)

@@ -186,7 +186,7 @@ def fused_adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss that `model` computes. `batch` is a mapping or tuple of arguments, or the only argument."""
+    """Return the loss that `model` computes. `batch` is a mapping, tuple or list of arguments, or one argument."""
     name = type(model).__name__.removeprefix("FSDP")
     named = dict(batch) if isinstance(batch, Mapping) else {}
     given = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, tuple | list) else (batch,)

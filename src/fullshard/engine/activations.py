@@ -80,7 +80,7 @@ class _KnownStorage:
     offloaded: weakref.ref[Offloaded]
 
     def has(self, tensor: Tensor) -> bool:
-        """Return True if `tensor`, which shares this storage, has not been modified since."""
+        """Return True if `tensor`, which shares this storage, has not been modified since it was offloaded."""
         return self.version == tensor._version and shares_version_counter(self.counter, tensor)
 
 
@@ -151,8 +151,8 @@ class Activations:
         self._known: dict[int, list[_KnownStorage]] = {}  # by storage
         self._order: list[weakref.ref[Offloaded]] = []  # storages that this forward has offloaded
         self._counted: dict[int, Any] = {}  # storages of this forward, if a budget needs them
-        self._kept = dict.fromkeys(units, 0)  # their bytes, by unit
-        self.most_kept = dict.fromkeys(units, 0)  # of the forward with the most
+        self._kept = dict.fromkeys(units, 0)  # bytes of these storages, by unit
+        self.most_kept = dict.fromkeys(units, 0)  # `_kept` of the forward with the largest sum
         self.backwards = 0  # completed backwards
         self._put_before: dict[str, int] = {}  # bytes by tier, when this forward began
         self._most_put: dict[str, int] = {}
@@ -185,7 +185,7 @@ class Activations:
         }
 
     def enter(self, unit: Unit) -> None:
-        """Set the hooks for `unit`, unless hooks of other code are set."""
+        """Set the hooks for `unit`. If hooks of other code are set, wrap these instead."""
         hooks = None
         if self._tiers:
             for needed in (unit, *unit.borrowed):
@@ -254,7 +254,7 @@ class Activations:
         return saved_tensors_hooks(partial(self._count, unit, pack) if self._counts(unit) else pack, _unpack)
 
     def _store(self, tier: str | None) -> Store | None:
-        """Return the store of a tier; None without offloading, such as to host memory when computing on a CPU."""
+        """Return the store of a tier; None without offloading, as for host memory when computing on a CPU."""
         if tier is None or (tier == "cpu" and not accelerator_for(self._device).has_streams):
             return None
         if tier not in self._stores:

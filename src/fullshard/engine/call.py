@@ -31,7 +31,7 @@ class OpenForward:
     """
 
     top: Unit  # whose forward it is
-    serial: int  # of the last backward before it
+    serial: int  # number of the last backward before it
     left: list[Unit] = field(default_factory=list)  # in the order in which forwards ended, possibly with duplicates
     awaited: list[tuple[int, Unit]] = field(default_factory=list)  # starts of calls that a backward can reach
 
@@ -114,7 +114,7 @@ class ForwardCall:
                 self.within.awaited.append((self.start, self.unit))
 
     def _is_in_order(self, tensor: Tensor) -> bool:
-        """Return True if the gradient of `tensor` is complete exactly when everything created after it is done."""
+        """Return True if the gradient of `tensor` is complete exactly when all nodes created after it have run."""
         return tensor.grad_fn is not None and tensor.device == self.unit.device
 
     def _before_output(self, is_in_order: bool, grad: Tensor) -> None:
@@ -123,7 +123,7 @@ class ForwardCall:
             self._runtime.end_calls_since(self._end)
         if self._serial != serial:
             self._serial = serial
-            clear_autocast_cache()  # casts of this pass, which another forward could use when it is recomputed
+            clear_autocast_cache()  # otherwise, the recomputation of another forward could use casts of this pass
             self._runtime.before_backward(self)
 
     def _after_input(self, grad: Tensor | None) -> None:

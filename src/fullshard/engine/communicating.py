@@ -13,7 +13,7 @@ from fullshard.tape.recorder import Origin, acting_for
 
 
 class Communicating:
-    """Context manager that queues work of `origin` on `stream`, without autograd. Allocated memory is for messages.
+    """Context manager that queues work of `origin` on `stream`, without autograd. It records allocations as messages.
 
     It combines `torch.no_grad`, `Stream.queueing` and `acting_for` in one object for speed: each unit enters it several
     times per microbatch.

@@ -4,8 +4,8 @@
 A loss that is computed in chunks calls the head many times outside of the model's forward, each time followed by a
 backward. The backward of the model comes last. So a backward that reaches some outermost forwards does not end the
 others: their saved tensors remain, and their units are expected next. A forward stops waiting when a backward reaches
-any of its calls. It also stops when its backward was skipped: after another backward, the forward of the root or
-another forward of the same unit begins.
+any of its calls. It also stops when its backward was skipped, that is, if the forward of the root or another forward
+of the same unit begins after another backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fullshard.engine.order import OrderTracker
 from fullshard.engine.unit import Unit
 
 _MOST_OPEN = 256  # forwards that wait for a backward: enough for any loss in chunks
-_MOST_ORDERS = 16  # of backwards that are remembered
+_MOST_ORDERS = 16  # backward orders that are remembered
 
 
 class ExpectedOrder:

@@ -51,7 +51,7 @@ def findings_of_all(
 
 
 class DiskFailures:
-    """Disk failures of this rank that have not been reported to all ranks yet. See the note above.
+    """Disk failures of this rank not yet reported to all ranks. See [Note: a disk that fails on one rank].
 
     Args:
         are_reported: whether failures will be reported to all ranks. Otherwise a failure is raised where it occurs.
@@ -66,7 +66,7 @@ class DiskFailures:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Return a context that records a `DiskError` of its block, or raises it unless `are_reported`."""
+        """Context manager that records a `DiskError` of its block, or raises it if failures are not reported."""
         try:
             yield
         except DiskError as error:

@@ -37,7 +37,7 @@ class Gather:
         self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they are sent
         self._sent_versions: tuple[int, ...] | None = None  # of the shards when the last gather began
         self.gathered_versions: tuple[int, ...] | None = None
-        """Those of the shards from which the unsharded parameters were gathered. None if these are not valid."""
+        """Versions of the shards that the unsharded parameters were gathered from; None if these are not valid."""
         self.overwrites = True
         """True if a gather writes to the unsharded buffer."""
 
@@ -107,7 +107,7 @@ class Gather:
         if self._storage.plan.is_on_disk:
             self._storage.note_sent()
         unsharded.unpack()
-        self.gathered_versions = self._sent_versions  # not the current one: shards may have changed since the start
+        self.gathered_versions = self._sent_versions  # not `versions`: shards may have changed since the start
 
     def note_current(self) -> None:
         """Record that the unsharded parameters hold the current values of every rank."""
@@ -123,7 +123,7 @@ class Gather:
 
 
 class TwoLevelGather(Gather):
-    """Gathers across groups of consecutive ranks, then within each group. The first part is skipped if still valid."""
+    """Gathers across groups of consecutive ranks, then within each. The first is skipped if its result is valid."""
 
     is_two_level = True
 

@@ -1,7 +1,7 @@
 """The gradients of a parameter group between autograd and the optimizer.
 
 Unsharded gradients stay in `param.grad`, or are held here until the reduction of a later microbatch. A reduction
-returns this rank's shards in one buffer, which is reused in every step.
+returns this rank's shards in one buffer. Later steps reuse the buffer, unless allocating a new one is cheap.
 
 [Note: when a step is over]
 Unsharded parameters that are kept must be gathered again after every step. Every step of a `torch.optim.Optimizer` adds
@@ -67,7 +67,7 @@ class Gradients:
         self._shards: list[DTensor] = []  # as the optimizer sees them, one per parameter
         self._starts: list[Tensor] = []  # the result of `starts_of` for their local tensors
         self._holders: Any = None  # the result of `holders` for them, without references of other code
-        self._flat_holders: Any = None  # the result of `storage_holders` for `flat` then
+        self._flat_holders: Any = None  # the result of `storage_holders` for `flat`, without references of other code
         shapes = [param_layout.spec.shard_shape(plan.rank) for param_layout in plan.layout.params]
         starts = [param_layout.shard_offset for param_layout in plan.layout.params]
         self._regions = [slice(start, start + prod(shape)) for start, shape in zip(starts, shapes, strict=True)]
@@ -203,7 +203,7 @@ class Gradients:
         return flat
 
     def _new_flat(self) -> Tensor:
-        """Allocate memory for gradient shards. It is zeroed if it is reused. Padding is never read."""
+        """Allocate memory for gradient shards. It is zeroed if later steps reuse it. Padding is never read."""
         plan, numel = self.plan, self.plan.layout.shard_numel
         if self._is_handed_over:
             return torch.empty(numel, dtype=plan.contract.delivered, device=plan.device)

@@ -29,7 +29,7 @@ class GradientsOnDisk(Gradients):
         self._nbytes = aligned(plan.layout.shard_numel * plan.contract.delivered.itemsize)
         self._buffers = buffers_of(plan.device)
         self._buffer: Buffer | None = None  # contains `flat`
-        self._extent: Extent | None = None  # where they are stored
+        self._extent: Extent | None = None  # contains the stored gradients
         self._counts: list[tuple[int, ...]] = []  # the result of `_references` without references of other code
         self._given: list[int] = []  # parameters whose gradients are in `flat`
         self.failures: DiskFailures = DiskFailures(are_reported=False)

@@ -41,7 +41,7 @@ class UnshardedBuffer:
 
     def __init__(self, plan: GroupPlan, pack: Pack, region: Region) -> None:
         storage, byte_offset = region
-        with torch.inference_mode(False):  # may be written to in either mode
+        with torch.inference_mode(False):  # may be written to with or without inference mode
             layout, dtype = plan.layout, plan.contract.compute
             view = partial(typed_view, storage, dtype, device=plan.device)
             self.flat = view(byte_offset, (layout.unsharded_numel,))
@@ -138,7 +138,7 @@ class CopiedShards(OwnShards):
 
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan)
-        self._copy: Tensor | None = None  # of the stream that gathers
+        self._copy: Tensor | None = None  # allocated on the stream that gathers
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
         """See `ShardStorage.to_send`."""

@@ -68,7 +68,7 @@ class GroupPlan:
     def under(self, group_size: int | None, placements: Placements) -> GroupPlan:
         """Return the plan for the same parameters and mesh under different placements and a different rank group size.
 
-        If the placements keep parameters on a disk unsharded, they are in memory instead.
+        Parameters on a disk are in memory instead if the placements keep them unsharded between steps.
         """
         precision = self.options.precision
         if placements.optimizer is Placement.WHOLE:
@@ -118,17 +118,17 @@ class GroupPlan:
 
     @cached_property
     def keeps_copy(self) -> bool:
-        """True if the device keeps a copy of the shards in host memory, because there are several gathers per step."""
+        """True if the device has a copy of shards in host memory, because there are several gathers per step."""
         return self.memory.copied and self.shards_optimizer and not self.options.keeps_unsharded
 
     @cached_property
     def sent_dtype(self) -> torch.dtype:
-        """The dtype of the shards that a gather receives. Encoding also casts."""
+        """The dtype of the shards that are passed to a gather. If gathers are encoded, the encoding casts them."""
         return self.contract.stored if self.encodes_gathers else self.contract.compute
 
     @property
     def copy_nbytes(self) -> int:
-        """Bytes of the copy on the device of shards in host memory."""
+        """Bytes of the device's copy of shards that are in host memory."""
         return self.layout.shard_numel * self.sent_dtype.itemsize if self.keeps_copy else 0
 
     @cached_property
@@ -170,7 +170,7 @@ class GroupPlan:
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes of `stored_numel`."""
+        """Bytes of `stored_numel` elements."""
         return self.stored_numel * self.contract.stored.itemsize
 
     @property

@@ -53,7 +53,7 @@ class AxesCollectives:
 
     @property
     def is_broken(self) -> bool:
-        """True if communication is impossible, because ranks made different calls or one was lost."""
+        """True if communication is impossible, because ranks made different calls or a rank was lost."""
         for item in (self.shard, self.replicate, self.across, self.within):
             if item is not None and item.broken is not None:
                 return True

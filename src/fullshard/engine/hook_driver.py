@@ -2,12 +2,12 @@
 
 [Note: one microbatch, in order]
 forward    a unit's pre-forward hook waits for its gather and starts the next one; its forward hook registers hooks on
-           the outputs that need a gradient, and reshards if the strategy says so.
+           the outputs that need a gradient, and reshards if the strategy requires it.
 backward   the first gradient that reaches an output of a unit gathers it again and starts the gather of the unit before
            it. Autograd accumulates the unsharded gradients; the last of them starts the reduction of the unit. Once the
            gradients of the unit's inputs are known, its backward has ended, and it is resharded.
-end        autograd calls back after its last node. Units without gradients, or whose end was not noticed, are settled
-           then, in a fixed order.
+end        autograd calls back after its last node. Units without gradients, or whose end was not detected, are reduced
+           and resharded then, in a fixed order.
 
 `call.py` detects when the backward of a unit is over. `expected.py` predicts the next units.
 """
@@ -51,11 +51,11 @@ class HookDriver:
         self._expected = state.expected
         self._reductions = state.reductions
         self._scheduler = state.scheduler
-        self._serial = 0  # of the last backward
+        self._serial = 0  # number of the last backward
         self._creates_graph = False  # the current backward has create_graph=True
         self._is_for_inputs = False  # the current backward computes the gradients of given tensors only
         self._is_in_pipeline = False  # the last forward was in a pipeline stage, whose backward may have two parts
-        self._reached: Unit | None = None  # the first trained unit in the current backward of a pipeline stage
+        self._reached: Unit | None = None  # the first trained unit that a pipeline stage's current backward reached
         self._has_grads = False  # a parameter of any unit got a gradient in the current backward
         self._calls: list[ForwardCall] = []  # calls whose backward is executing
         self._ended: list[ForwardCall] = []  # calls whose backward ended in the current backward
@@ -123,13 +123,13 @@ class HookDriver:
         _leave_transformed(self._transformed, unit, self._units)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
-        """Free `unit` if its strategy says so, and return the output for the caller."""
+        """Free `unit` if it is resharded after forward, and return the output for the caller."""
         self._state.activations.leave(unit)
         is_entered = bool(self._stack) and self._stack[-1][0] is unit
         if unit.is_broken or not (is_entered or any(entered is unit for entered, _ in self._stack)):
             return output  # it could not be unsharded
         while self._stack[-1][0] is not unit:
-            self._leave(self._stack[-1][0])  # an exception passed through a forward within
+            self._leave(self._stack[-1][0])  # an inner forward raised an exception
             self._stack.pop()
         call = self._stack.pop()[1]
         evaluated = () if self._stack or torch.is_grad_enabled() else self._units
@@ -190,7 +190,7 @@ class HookDriver:
         accelerator_for(self._state.device).end_pass()
         self._state.phase = Phase.IDLE
         if raised:
-            self._state.disks.forget()  # other ranks may be elsewhere
+            self._state.disks.forget()  # other ranks may be in another operation
         else:
             self._state.disks.end_pass()
 
@@ -209,7 +209,7 @@ class HookDriver:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> int:
-        """Return the number of the current backward pass. Its first call registers the callback at its end.
+        """Return the number of the current backward pass. The first call in a pass registers the callback at its end.
 
         Raises:
             StateError: Gradients of parameters would be computed later, without hooks; or a forward is running.
@@ -280,7 +280,7 @@ class HookDriver:
                 self.after_backward(call)
 
     def after_backward(self, call: ForwardCall) -> None:
-        """Free the unit of `call` after its backward. Do nothing if it was freed before."""
+        """Free the unit of `call` after its backward. Do nothing if this was done before."""
         if call not in self._calls:
             return
         self._calls.remove(call)
@@ -319,8 +319,8 @@ class HookDriver:
 
     def finish_backward(self) -> None:
         """Finish the backward after its last node: reductions, unused parameters, and units still unsharded."""
-        # Gradients of inputs only, as for a penalty: a later backward gives those of parameters. What is held back is
-        # added to them first, as without sharding.
+        # If only gradients of inputs were computed, as for a penalty, a later backward computes those of parameters.
+        # Gradients held back are not reduced before these are added to them, as without sharding.
         self._reductions.finish_all(starts_others=self._has_grads or not self._is_for_inputs)
         self._calls.clear()
         self._ended.clear()
@@ -329,7 +329,7 @@ class HookDriver:
         for unit in self._units:
             unit.residency.users = 0
             if self._creates_graph and unit.residency.awaits_backward:
-                unit.residency.reshard(Phase.POST_BACKWARD, keep=True)  # users may write to shards before the next one
+                unit.residency.reshard(Phase.POST_BACKWARD, keep=True)  # users may write to shards before that backward
             else:
                 self._state.reshard_after_backward(unit)
         self._state.return_to_idle(trained=self._has_grads or not self._is_for_inputs)
@@ -402,7 +402,7 @@ def _within_forward(outer: Unit) -> StateError:
 def _leave_transformed(stack: list[Unit], unit: Unit, units: Sequence[Unit]) -> None:
     """Remove `unit` from the `stack` of transformed forwards. After the outermost one, modules show shards again."""
     while stack and stack.pop() is not unit:
-        pass  # an exception passed through a forward within
+        pass  # an inner forward raised an exception
     if not stack:
         _show_shards(units)
 

@@ -45,7 +45,7 @@ def number_of_registrations() -> int:
 
 
 def refuse_changed_modules(units: Sequence[Unit]) -> None:
-    """Raise if parameters of `units` were replaced or added after sharding. Units in use are not checked.
+    """Raise if parameters of `units` were added after sharding, or replaced in units that are not in use.
 
     Raises:
         StateError: a parameter was replaced by one that no unit has, or a trained one was added.
@@ -65,7 +65,7 @@ class LateParams:
         self._found: list[tuple[str, nn.Parameter]] = []
 
     def check(self, *, again: bool = False, among: Iterable[nn.Parameter] | None = None) -> None:
-        """Raise `StateError` if any of them is trainable, on more than one rank.
+        """Raise `StateError` if any of them is trainable and there is more than one rank.
 
         Args:
             again: Whether to search even if nothing was registered, since some code writes to `Module._parameters`.

@@ -59,7 +59,7 @@ def mark_ignored_buffers(modules: Iterable[nn.Module]) -> None:
 
 
 def is_ignored(param: Tensor) -> bool:
-    """Return True if the user has passed `param` in `ignored_params`."""
+    """Return True if `param` is in the user's `ignored_params`, or is a buffer of the user's `ignored_modules`."""
     return hasattr(param, _IGNORED)
 
 

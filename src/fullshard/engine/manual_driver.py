@@ -31,8 +31,8 @@ class ManualDriver:
         self._units = state.units
         self._scheduler = state.scheduler
         self.is_open = False  # a step was begun and is not finalized
-        self._has_forward = False  # in the step that is open
-        self._holds_at_end = False  # of the backward that is executing
+        self._has_forward = False  # a forward has begun in the open step
+        self._holds_at_end = False  # gradients are held at the end of the current backward
 
     def reset(self) -> None:
         """Reset the state of an unfinished step."""
@@ -56,13 +56,13 @@ class ManualDriver:
         return prepared
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
-        """Return the output for the caller. A backward that reaches it unshards `unit`. It stays unsharded now."""
+        """Return the output for the caller. `unit` stays unsharded. A backward that reaches the output unshards it."""
         stack = self._state.stack
         self._state.activations.leave(unit)
         if unit.is_broken or all(entered is not unit for entered, _ in stack):
             return output  # it could not be unsharded
         while stack.pop()[0] is not unit:
-            pass  # an exception passed through a forward within
+            pass  # an inner forward raised an exception
         output = cast_outputs(unit, output)
 
         def before_backward(_: Tensor) -> None:

@@ -30,7 +30,7 @@ class NewParameters:
     """The parameters of a new unit."""
 
     sources: list[Source]  # parameters that no unit has yet
-    borrowed: list[Unit]  # units that have a parameter tied to one of these modules'
+    borrowed: list[Unit]  # units that own a parameter which is tied to one of these modules
 
 
 def find_parameters(

@@ -32,7 +32,7 @@ class Microbatches:
         self._outside_since = 0  # the step after which `outside` was extended last
         self.late_params = LateParams(units)
         self.number = 0  # of the current microbatch in its step, starting with 1
-        self.step = 0  # of the root, starting with 1
+        self.step = 0  # number of the root's step, starting with 1
         self._counted_writes = 0
         self._buffers_differ = True  # between ranks, because each has processed other data since the last broadcast
 

@@ -1,8 +1,8 @@
 """Tensors inside the inputs and outputs of modules.
 
-Both functions look into lists, tuples, dicts and subclasses of these, dataclasses, and registered pytrees. `tensors_in`
-also looks into attributes of other objects, and into functions: closures, defaults, and arguments of partials.
-`map_tensors` cannot replace tensors there.
+`map_tensors` and `tensors_in` look into lists, tuples, dicts and subclasses of these, dataclasses, and registered
+pytrees. `tensors_in` also looks into attributes of other objects, and into functions: closures, defaults, and arguments
+of partials. `map_tensors` cannot replace tensors there.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _DEEP_IN_ATTRIBUTES = 3
 
 
-# These are not nested functions that call themselves: such a function is a reference cycle, which would keep tensors in
-# memory until the garbage collector runs.
+# The next functions are not nested functions that call themselves. Such a function is a reference cycle, which would
+# keep tensors in memory until the garbage collector runs.
 
 
 def _map_other(mapped: Callable[[Any], Any], value: Any, unmapped: Callable[[Any], None] | None) -> Any:

@@ -69,7 +69,7 @@ class Offloaded:
     is_torn: bool = False  # the source was modified while it was copied
     buffer: _Buffer | None = None  # the copy in host memory
     extent: Extent | None = None  # the copy on the disk
-    stays: bool = False  # in its buffer, because it is not on the disk
+    stays: bool = False  # the storage stays in its buffer, because it is not on the disk
     writing: DiskWork | None = None
     reading: DiskWork | None = None
     back: Tensor | None = None  # the restored memory on the device
@@ -115,13 +115,13 @@ class Store:
     put_bytes: int = 0  # total bytes offloaded
     read_bytes: int = 0  # total bytes read from the disk
     _buffers: weakref.WeakSet[_Buffer] = field(default_factory=weakref.WeakSet)
-    _free: dict[int, list[_Buffer]] = field(default_factory=dict)  # unused ones by size; tensors may still be in them
+    _free: dict[int, list[_Buffer]] = field(default_factory=dict)  # unused buffers by size; tensors may still use them
     _leaving: deque[weakref.ref[Offloaded]] = field(default_factory=deque)  # oldest first
     _leaving_bytes: int = 0
     _ahead_bytes: int = 0
     _left: deque[_Left] = field(default_factory=deque)
 
-    # -- out ----------------------------------------------------------------------------------------------------------
+    # -- offloading ---------------------------------------------------------------------------------------------------
 
     def put(self, tensor: Tensor, order: list[weakref.ref[Offloaded]]) -> Offloaded:
         """Offload the storage of `tensor`, and append it to `order`."""
@@ -194,7 +194,7 @@ class Store:
                 self._write(offloaded)
             self._leave_buffer(offloaded)
 
-    # -- back ---------------------------------------------------------------------------------------------------------
+    # -- restoring ----------------------------------------------------------------------------------------------------
 
     def get(self, offloaded: Offloaded) -> Tensor:
         """Return the bytes of `offloaded` on the device, 1-D, and start to read the storages offloaded before it.
@@ -349,7 +349,7 @@ class Store:
             if self.scratch is None or buffer.is_free:  # copies on one stream run in order
                 self._free[nbytes].remove(buffer)
                 return buffer
-        if self.scratch is not None:  # a few are enough, of sizes that are in use
+        if self.scratch is not None:  # drop free buffers of other sizes, which may not be in use anymore
             for size, given in self._free.items():
                 self._free[size] = [item for item in given if not item.is_free]
         made = _Buffer(self._new_memory(nbytes))
@@ -377,7 +377,7 @@ def _was_written_to(offloaded: Offloaded) -> bool:
 
 
 def written_to(nbytes: int) -> StateError:
-    """Return the error for a backward that needs values that were overwritten, like that of autograd."""
+    """Return the error for a backward that needs overwritten values. It is similar to autograd's error."""
     return StateError(
         f"a tensor of {nbytes} bytes that backward needs was modified in place after forward saved it. Modify a clone "
         "instead. torch.autograd.set_detect_anomaly(True) shows the operation that saved it."

@@ -1,7 +1,7 @@
 """The order of units in a pass, and the units to prefetch.
 
-Each microbatch is expected to use units in the order of the previous one. Otherwise nothing is prefetched. Results do
-not change.
+Each microbatch is expected to use units in the order of the previous one. If it does not, nothing is prefetched.
+Results do not depend on the order.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ParamGroup:
 
     def _note_shards(self) -> None:
         self._addresses = self._present_addresses()
-        self._without_rows = [param for param in self.params if not param.local.numel()]  # have no address
+        self._without_rows = [param for param in self.params if not param.local.numel()]  # these have no address
 
     @classmethod
     def of(
@@ -203,9 +203,9 @@ class ParamGroup:
     def averaged_over(self, data_ranks: frozenset[int]) -> int:
         """Return the divisor of the sum of a gradient, for a root on `data_ranks`.
 
-        This is the number of the root's ranks for experts on a subset of these ranks, or on ranks of several axes,
-        because experts process tokens of all of the root's ranks. For plain parameters on ranks that are not all the
-        root's, it is the number of the parameters' ranks.
+        This is the number of the root's ranks if the parameters are on a subset of these ranks, or if another
+        parallelism has split them. Such parameters, for example experts, process tokens of all of the root's ranks. For
+        other parameters, it is the number of the parameters' ranks.
         """
         axes = self.plan.axes
         is_mean_of_all = axes.ranks <= data_ranks or self.is_cut
@@ -283,8 +283,9 @@ def gradients_for(plan: GroupPlan, params: Sequence[ShardedParam], state: Gradie
 
 
 def start_gathers(groups: Sequence[ParamGroup], origin: Origin, *, into_shared: bool) -> list[Pending]:
-    """Start the gathers of `groups`. On NCCL, groups with the same dtype, such as adapters and frozen layers, share a
-    call.
+    """Start the gathers of `groups`.
+
+    On NCCL, groups with the same dtype, such as adapters and frozen layers, share a call.
     """
     channels = [group.gather.joint_channel if type(group) is ParamGroup else None for group in groups]
     first, *others = channels

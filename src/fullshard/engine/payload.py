@@ -4,7 +4,7 @@ The protocol is torch's. A class of low-precision weights has two methods:
 
     fsdp_pre_all_gather(mesh, ...)             the tensors to send of this rank's shard, and metadata that is not sent
     fsdp_post_all_gather(gathered, metadata,   the tensor for modules, made of those tensors gathered along their first
-        param_dtype, *, out)                   dims; and the tensors that have memory for it
+        param_dtype, *, out)                   dims; and the tensors that own its memory
 
 So float8 weights are cast before they are sent, and are operands of a matrix product after the all-gather. Weights
 stored in 4 bits are sent in 4 bits. A shard is a tensor of the same class, split by the operations of the class.
@@ -158,7 +158,7 @@ class PayloadParam(ShardedParam):
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes from the start of its storage to the end of a contiguous tensor."""
+    """Return the bytes of the storage of a contiguous tensor, up to the end of the tensor."""
     return int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
 
 
@@ -274,7 +274,7 @@ class PayloadStorage(ShardStorage):
 class _SeparateBuffer(UnshardedBuffer):
     """Like `UnshardedBuffer`, but with a storage for each payload, and one for the message of the pack.
 
-    A class may require that the tensors that it combines start at the same offset of their storages.
+    A class may require that the tensors that it combines start at the same offset in their storages.
     """
 
     def __init__(self, plan: GroupPlan, pack: Pack, storages: Sequence[torch.UntypedStorage]) -> None:

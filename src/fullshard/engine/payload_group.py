@@ -111,7 +111,7 @@ class WholeShards(ShardStorage):
 
 
 class WholeClassGroup(ParamGroup):
-    """Parameters of such classes if the optimizer is not sharded. Modules use the original tensors."""
+    """Parameters of tensor subclasses if the optimizer is not sharded. Modules use the original tensors."""
 
     def __init__(
         self, plan: GroupPlan, params: Sequence[ShardedParam], transports: GroupTransports, state: GradientState
@@ -153,7 +153,7 @@ class WholeClassGroup(ParamGroup):
         """See `ParamGroup.contained_in`. The storage of the unit contains none of the parameters."""
 
     def _point_to(self, unsharded: UnshardedBuffer | None) -> None:
-        """Do nothing, since the first gather allocates the memory."""
+        """Do nothing, since modules use the original tensors."""
 
     @property
     def holds_its_shards(self) -> bool:

@@ -66,7 +66,7 @@ def units_on_disk(units: Sequence[Unit]) -> list[Unit]:
 def _worth_storing_on_disk(units: Sequence[Unit]) -> list[Unit]:
     """Return the units on a disk for which the disk frees the most memory.
 
-    A few units can need larger buffers than they free. So can many units if one of them is much larger.
+    Buffers can need more memory than is freed: for a few units, or if one unit is much larger than the others.
     """
     in_turn = units_on_disk(units)
     counts = range(len(in_turn) + 1)

@@ -33,7 +33,7 @@ class ReductionOf:
     """The unsharded gradients of one parameter group, and the settings of their reduction.
 
     Args:
-        grads: Gradients by parameter index, contiguous and in the reduce dtype.
+        grads: Gradients by parameter index, as `Gradients.take` returns them.
         gradients: The gradients of the group.
         transports: the collectives that sum them.
         pack: The pack for small parameters.
@@ -95,7 +95,7 @@ class Reduction(ABC):
     def __init__(self, of: ReductionOf, *, has_second_level: bool) -> None:
         self._accumulates = _have_grads(of.gradients.params, of.grads)
         note = of.gradients.missing(of.grads) if len(of.grads) < len(of.gradients.params) else ""
-        if self._accumulates:  # not on ranks that have called zero_grad or stepped alone
+        if self._accumulates:  # ranks compare the note: one may have called zero_grad or stepped alone
             note = ", ".join(filter(None, ("added to earlier gradients", note)))
         self._plan = of.gradients.plan
         self._gradients = of.gradients
@@ -169,7 +169,7 @@ class Reduction(ABC):
             transfers.note("cpu", "gradients", passed=sums.nbytes)
 
     def deliver(self) -> None:
-        """Set the gradients of the sharded parameters, or add to the current ones."""
+        """Set the gradients of the sharded parameters, or add to the current ones. Keep sums that are not complete."""
         if self._finishes:
             self._deliver()
             self._gradients.note_delivery()
@@ -201,7 +201,7 @@ class Reduction(ABC):
                 hook(param)
                 hooked = True
         if hooked and not any(param.has_grad for param in gradients.params):
-            gradients.drop_shards()  # a hook has consumed them: free the memory for gradients of other units
+            gradients.drop_shards()  # hooks have consumed them: free the memory for gradients of other units
         return hooked
 
     def _take(self, numel: int) -> Tensor:
@@ -507,7 +507,7 @@ class UnitReduction:
         for reduction in delivered:
             if reduction.has_hooks:
                 is_hooked = reduction.call_hooks() or is_hooked
-        if is_hooked:  # they may have written to shards
+        if is_hooked:  # hooks may have written to shards
             self._streams.gather.wait(self._streams.compute.mark())
 
     def abandon(self) -> None:

@@ -49,7 +49,7 @@ class ReductionQueue:
         self.start(unit)
 
     def complete_arrived(self) -> None:
-        """Free unsharded gradients as soon as those of other ranks have arrived.
+        """Free the unsharded gradients of reductions for which the data of all ranks has arrived.
 
         Ranks do this at different times. So the optimizer's gradients are not changed yet: if a backward fails, all
         ranks must have the same gradients.

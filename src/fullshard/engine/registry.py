@@ -28,7 +28,7 @@ def register(unit: Unit) -> None:
 
 def register_as(unit: Unit, module: nn.Module) -> None:
     """Register `unit` for `module`, for `unit_of`."""
-    vars(module)[_UNIT] = unit  # the class may stay the user's own
+    vars(module)[_UNIT] = unit  # in the instance, because its class may stay the user's own
 
 
 def unregister(module: nn.Module) -> Unit | None:
@@ -91,7 +91,7 @@ def buffers_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def replicated_buffers_of(modules: Iterable[nn.Module], axes: Axes) -> list[Tensor]:
-    """Like `buffers_of`, but without `DTensor`s that are sharded over the ranks of `axes`."""
+    """Return `buffers_of(modules)` without `DTensor`s that are sharded over the ranks of `axes`."""
     return [_local(buffer) for buffer in _buffers_of(modules) if not _is_cut_along(buffer, axes)]
 
 

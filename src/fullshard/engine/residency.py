@@ -43,7 +43,7 @@ from fullshard.tape.recorder import Event, Phase, active, note_wait
 class UnitState(Enum):
     """The state of a unit. See [Note: states of a unit]."""
 
-    __hash__ = object.__hash__  # that of `Enum` is a function in Python
+    __hash__ = object.__hash__  # faster than that of `Enum`, which is a Python function
 
     META = "on the meta device"
     SHARDED = "sharded"
@@ -102,7 +102,7 @@ class Residency:
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
         self.deferred_steps: list[Callable[[], None]] = []  # optimizer steps that run before the shards are used
-        self._ordered_versions: list[tuple[int, ...]] = []  # gathers are ordered after these writes
+        self._ordered_versions: list[tuple[int, ...]] = []  # after the writes that gathers wait for
         self.has_secondary = any(param_group.gather.is_two_level for param_group in unit.param_groups)
         """True if there may be secondary shards."""
         self._keeps_secondary = unit.options.placements.parameters is Placement.GROUPED

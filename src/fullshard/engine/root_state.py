@@ -34,8 +34,8 @@ from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
 class Disks:
     """The disks that store units of one root, and their failures in a forward or backward.
 
-    Failures are reported to all ranks at its end: see [Note: a disk that fails on one rank] in `findings.py`. Outside
-    of these passes, ranks may do different things, so a failure is raised where it occurs.
+    Failures are reported to all ranks at the end of the pass: see [Note: a disk that fails on one rank] in
+    `findings.py`. Outside of these passes, ranks may do different things, so a failure is raised where it occurs.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -126,7 +126,7 @@ class RootState:
 
     @property
     def is_running(self) -> bool:
-        """True within a forward or backward. (If ranks diverge within it, it does not end by itself.)"""
+        """True within a forward or backward, except for a forward with broken communication, which stays in `stack`."""
         return in_backward() or (bool(self.stack) and not any(unit.is_broken for unit in self.units))
 
     def prepare_inputs(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -148,7 +148,7 @@ class RootState:
         return prepared
 
     def begin_microbatch(self) -> None:
-        """Begin a microbatch. It is counted unless earlier forwards still wait for their backward."""
+        """Begin a microbatch. It is counted if gradients are enabled and no earlier forward waits for its backward."""
         self.check_streams()
         self.activations.begin_forward()
         self.microbatches.begin(counts=torch.is_grad_enabled() and not self.expected.open)

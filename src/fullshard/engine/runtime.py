@@ -131,7 +131,7 @@ class Runtime:
         self.manual_driver.finalize_backward()
 
     def start_unshard(self, unit: Unit) -> None:
-        """Start to gather `unit` for the user. Between steps, the optimizer may write to the shards afterwards."""
+        """Start to gather `unit` for the user. Between steps, make later writes to its shards wait for the gather."""
         self.scheduler.start_unshard(unit, Phase.IDLE)
         unit.residency.is_used_without_forward = True
         unit.residency.is_unsharded_manually = True

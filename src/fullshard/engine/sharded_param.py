@@ -57,7 +57,7 @@ class Source:
     owners: list[Owner]  # several where weights are tied
     fqn: str
     axes: Axes  # to shard and replicate it over
-    dim: int | None  # along which the user wants it cut
+    dim: int | None  # the dim to shard, if the user has chosen one
     view: ParamView
     keeps_dtype: bool  # in compute, although other parameters are cast
 
@@ -206,7 +206,7 @@ class ShardedParam:
     def shown(self) -> nn.Parameter:
         """The form that the modules currently have; the sharded form if no module has any (see `Unit._adopt_tie`).
 
-        If they differ, it is the first that is not the sharded form, since modules may have left the model.
+        If modules have different forms, it is the first other than the sharded form: modules may have left the model.
         """
         forms = [owner.module._parameters.get(owner.name) for owner in self.owners]
         return next((form for form in forms if form is not None and form is not self.sharded), self.sharded)
@@ -245,7 +245,7 @@ class ShardedParam:
         """Set `requires_grad` of the unsharded form to that of the sharded one, and return it."""
         trained = self.sharded.requires_grad and bool(self.owners)
         if self.unsharded.requires_grad is not trained:
-            self.unsharded.requires_grad = trained  # the method is rejected within transforms of `torch.func`
+            self.unsharded.requires_grad = trained  # `requires_grad_()` is rejected within transforms of `torch.func`
         self.is_unsharded_trained = trained
         if trained and self.on_grad is not None and not self.is_watched:
             myself = weakref.ref(self)  # the garbage collector does not see through a tensor's hooks
@@ -358,8 +358,8 @@ def digest(tensor: Tensor) -> int | None:
 def full_copy(tensor: DTensor) -> Tensor:
     """Return the full values of `tensor`, in new memory. This is a collective if the tensor is sharded.
 
-    For a tensor subclass that only wraps its values, return the values. For a class that encodes values, the class
-    decides.
+    For a tensor subclass that only wraps its values, return the values. For a class that encodes values, return the
+    result of `full_tensor()`.
     """
     if holds_tensors(tensor._local_tensor):
         values = plain_values(tensor._local_tensor)

@@ -1,4 +1,4 @@
-"""Errors that name a parameter which is used while it is sharded. Torch's own errors name types only.
+"""Errors that name a parameter that is used while it is sharded. Torch's own errors name types only.
 
 Calling a module whose parameters are sharded raises an error. Use of a sharded parameter in a function can only be
 detected after it has failed. If the exception ends the process, a text is printed after the traceback.
@@ -71,7 +71,7 @@ def read_while_sharded(fqn: str, unit: str) -> StateError:
 
 @cache
 def explain_reads() -> None:
-    """Make later errors of backwards that read a saved parameter without valid values name the parameter.
+    """Make errors name the parameter if a later backward reads a saved parameter without valid values.
 
     Also make `autograd.grad` and `backward(inputs=...)` raise an error if they reach none of their sharded parameters.
     """

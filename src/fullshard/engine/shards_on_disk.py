@@ -21,7 +21,7 @@ from fullshard.errors import StateError
 
 
 class ShardsOnDisk(ShardStorage):
-    """This rank's shards in a scratch file, laid out as `OwnShards` are. See `OnDisk` for what `shards` are."""
+    """This rank's shards in a scratch file, laid out as `OwnShards` are. `shards` are `OnDisk` tensors."""
 
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan)
@@ -44,7 +44,7 @@ class ShardsOnDisk(ShardStorage):
 
     @torch.no_grad()
     def fill(self, values: Iterable[Tensor | None]) -> None:
-        """See `ShardStorage.fill`. Write all shards at once, with zeros for missing values and padding."""
+        """See `ShardStorage.fill`. Write all shards together, with zeros for missing values and padding."""
         buffer = self._buffers.take(self._nbytes)
         buffer.data.zero_()
         for shard, value in zip(self._stored, values, strict=True):

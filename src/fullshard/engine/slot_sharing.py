@@ -101,7 +101,7 @@ class SlotSharing:
             return False
         storages = common or [None] * len(sizes)
         slots = [Slot(units[0].device, shared=True, rank_shared=storage) for storage in storages]
-        for number in sorted(assigned, key=lambda number: -nbytes[number]):  # the largest sizes the slot
+        for number in sorted(assigned, key=lambda number: -nbytes[number]):  # largest first, as it determines the size
             self._units[number].residency.move(slots[assigned[number]])
         for slot in slots:
             slot.count_references()

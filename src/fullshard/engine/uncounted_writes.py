@@ -2,7 +2,7 @@
 
 Unsharded parameters that are kept are gathered again if the version of a sharded parameter has changed. So these writes
 are counted here. A `DTensor` that is not a parameter, such as `param.data`, is recognized by its storage at the
-beginning of the next forward or backward. Writes to the result of `to_local()` are not seen.
+beginning of the next forward or backward. Writes to the result of `to_local()` are not detected.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _storage(local: Tensor) -> StorageWeakRef | None:
 
 def count_writes(units: Sequence[Unit], since: int) -> int:
     """Count the writes to shards of `units` that are newer than the number `since`. Return the newest number."""
-    written = list(_written.items())  # at once, because other threads may write
+    written = list(_written.items())  # a copy, because other threads may write
     recent = {storage for storage, number in written if number > since}
     if not recent:
         return since

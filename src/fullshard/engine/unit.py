@@ -74,7 +74,7 @@ class Unit:
         self.gradients = UnitGradients(self)
         self.finished_modules: set[int] = set()  # modules whose forward is over, if the unit has several
         self.keeps_unsharded = options.keeps_unsharded  # between steps
-        self.microbatch = 0  # of the step, starting with 1
+        self.microbatch = 0  # number of the current one in the step, starting with 1
         self._origins: dict[Phase, Origin] = {}
         self.trainable = 0  # number of parameters that require gradients
         kinds = by_kind(sources)
@@ -170,7 +170,7 @@ class Unit:
 
     @property
     def is_broken(self) -> bool:
-        """True if communication is impossible, because ranks made different calls or one was lost."""
+        """True if communication is impossible, because ranks made different calls or a rank was lost."""
         for collectives in self.collectives.values():
             if collectives.is_broken:
                 return True
@@ -304,7 +304,7 @@ class Unit:
 
 
 def _leaves_alongside(modules: Sequence[nn.Module], params: Sequence[ShardedParam]) -> list[nn.Module]:
-    """Return the leaf modules outside of `modules` that have any of `params`: their calls also need these."""
+    """Return the leaf modules other than `modules` that have any of `params`. Their calls also need the parameters."""
     owners = dict.fromkeys(owner.module for param in params for owner in param.owners)
     return [owner for owner in owners if not owner._modules and all(owner is not module for module in modules)]
 

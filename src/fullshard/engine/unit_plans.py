@@ -91,7 +91,7 @@ def device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
 
 
 def check_one_dtype(param_group: ParamGroup) -> None:
-    """Raise `ConfigError` if the parameters that the modules have now do not share one dtype in `param_group`."""
+    """Raise `ConfigError` if the current parameters of the modules in `param_group` have different dtypes."""
     values = [param for param in param_group.params if not param.shown.is_meta]
     odd = [param for param in values if param.shown.dtype != values[0].shown.dtype]
     if odd:

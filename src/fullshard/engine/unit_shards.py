@@ -205,7 +205,7 @@ class UnitShards:
         memory = self._unit.residency.memory
         memory.drop_views(self._unit.param_groups)
         is_new = slot is None
-        if is_new:  # graphs that wait for a backward have views of the present one
+        if is_new:  # graphs that wait for a backward have views of the current slot
             for param in self._unit.params:
                 param.counters.renew()
         slot = slot or Slot(plans[0].device if plans else self._unit.device)

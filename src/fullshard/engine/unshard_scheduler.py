@@ -29,7 +29,7 @@ class UnshardScheduler:
         return self._units[0].streams
 
     def tick(self) -> int:
-        """Return the number of the current event."""
+        """Count an event, and return its number."""
         self._clock += 1
         return self._clock
 
@@ -124,12 +124,11 @@ class UnshardScheduler:
             self.slots.note_freed(unit, self.tick())
 
     def free(self, unit: Unit, phase: Phase, order: OrderTracker) -> None:
-        """Reshard `unit`, which is not in use. Free it now if the gather of the next unit has started, or later
-        otherwise.
+        """Reshard `unit`, which is not in use, and free it once the gather of the next unit has started.
 
-        A gather waits until compute has finished with all units that were freed earlier. So if the next unit in `order`
-        is not known, `unit` is freed after the next gather has started. That gather then overlaps with the compute of
-        `unit`.
+        A gather waits until compute has finished with all units that were freed earlier. So if the gather of the next
+        unit in `order` has not started, `unit` is freed after the next gather has started. That gather then overlaps
+        with the compute of `unit`.
         """
         is_deferred = unit.streams.gather.is_stream and not self._is_next_started(order)
         self.reshard(unit, phase, keep=is_deferred)
@@ -144,7 +143,7 @@ class UnshardScheduler:
         self._deferred_frees.clear()
 
     def _is_next_started(self, order: OrderTracker) -> bool:
-        """True if the next unit is unsharded or being gathered, or there is none."""
+        """Return True if the next unit is unsharded or being gathered, or if no unit follows."""
         coming = order.following(1)
         return self._units[coming[0]].residency.state in ACTIVE if coming else order.is_at_end
 

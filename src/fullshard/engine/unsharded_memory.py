@@ -37,7 +37,7 @@ class UnshardedMemory:
         return self.slot.occupant is self._unit
 
     def occupy(self, slot: Slot, plans: Sequence[GroupPlan]) -> Sequence[Region | None]:
-        """Use `slot`. Return the region of each group in it; None for each if its memory is not permanent.
+        """Use `slot`. Return the region of each group in it; None for each if the slot's memory is not permanent.
 
         Views of memory that is not permanent are created when it is first allocated. Creating them needs memory for all
         of the unit's parameters, which a rank that only creates its shards may not have.
@@ -63,7 +63,7 @@ class UnshardedMemory:
             self.slot.count_references()
 
     def move(self, slot: Slot, groups: Sequence[ParamGroup]) -> None:
-        """Use `slot` instead of the current slot, which must not have views in a pending graph."""
+        """Use `slot` instead of the current slot. No pending graph may have views of the current one."""
         if self.slot.is_referenced:
             gc.collect()
         if self.slot.is_referenced:

@@ -66,7 +66,7 @@ class MixedPrecision:
             )
 
     def policy(self) -> MixedPrecisionPolicy:
-        """Return the policy of a unit: all fields that both classes have, with their values here."""
+        """Return the policy of a unit, with the values of all fields that both classes have."""
         shared = {field.name for field in fields(MixedPrecisionPolicy)}
         return MixedPrecisionPolicy(
             **{field.name: getattr(self, field.name) for field in fields(self) if field.name in shared}

@@ -276,12 +276,12 @@ class FullyShardedDataParallel(nn.Module):
         return cast(Any, self._fsdp_wrapped_module)[key]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters, with the FQNs of the user's own module."""
+        """Yield the parameters, with the FQNs of the user's own module."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean_fqn(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return the buffers, with the FQNs of the user's own module."""
+        """Yield the buffers, with the FQNs of the user's own module."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean_fqn(name), buffer
 
@@ -410,7 +410,7 @@ class FullyShardedDataParallel(nn.Module):
             module: A wrapped module, or a module with wrapped modules in it.
             recurse: Whether to include wrapped modules below `module`.
             writeback: Whether to keep changes to the parameters.
-            rank0_only: Whether only the first rank gets full parameters. Not with `writeback`.
+            rank0_only: Whether only the first rank gets full parameters. Cannot be combined with `writeback`.
             offload_to_cpu: Whether full parameters are moved to the CPU.
             with_grads: Whether to unshard gradients as well.
         """
@@ -525,12 +525,12 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """Return a state dict for `optim.load_state_dict`, from a full one that every rank has.
 
-        This is torch's older name. Without an optimizer, the state dict is for one with the saved groups.
+        This is torch's older method. Without an optimizer, the state dict is for one with the saved groups.
 
         Args:
             full_optim_state_dict: A state dict as returned by `full_optim_state_dict`.
             model: The model that contains wrapped modules.
-            optim_input: Ignored.
+            optim_input: Instead of `optim`, the argument that was passed to the optimizer.
             optim: The optimizer that will load the result; None if there is none yet.
         """
         optim = optim or _optimizer_of(optim_input)
@@ -552,7 +552,7 @@ class FullyShardedDataParallel(nn.Module):
             full_optim_state_dict: A state dict as returned by `full_optim_state_dict`. All ranks except the first one
                 pass None.
             model: The model that contains wrapped modules.
-            optim_input: Ignored.
+            optim_input: Instead of `optim`, the argument that was passed to the optimizer.
             optim: The optimizer that will load the result; None if there is none yet.
             group: The process group over which the model is sharded; None for this group.
         """

@@ -30,7 +30,7 @@ from fullshard.versions import require
 TESTED_ACCELERATE = "1.15"
 require("accelerate", TESTED_ACCELERATE, extra="accelerate")
 
-import accelerate  # noqa: E402  # once it is known to be there
+import accelerate  # noqa: E402  # after the check that it is installed
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.tracking import GeneralTracker  # noqa: E402
 
@@ -74,13 +74,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
 
     Raises:
         ConfigError: A setting is not supported.
-        StateError: Processes train together, but accelerate was initialized before for single processes.
+        StateError: There are several processes, but accelerate was initialized earlier for a single one.
     """
 
-    sharding: ShardingPlugin | None  # how models are sharded; None for the methods of accelerate
+    sharding: ShardingPlugin | None  # how models are sharded; None to behave like accelerate
     scaler: torch.amp.GradScaler | None
     _starts_reports = False
-    _leaves_models = False  # while saving a checkpoint whose models fullshard saves
+    _leaves_models = False  # True while fullshard, not accelerate, saves or loads models
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
 
@@ -187,7 +187,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         """Return the sum or mean of `tensor` over the ranks.
 
         Raises:
-            StateError: It is distributed over the ranks, like sharded parameters, which `LocalSGD` would average.
+            StateError: It contains a `DTensor`, such as a sharded parameter that `LocalSGD` would average.
         """
         if self.shards and any(isinstance(each_tensor, DTensor) for each_tensor in tensors_in(tensor)):
             raise StateError(
@@ -196,7 +196,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             )
         return super().reduce(tensor, reduction, scale)
 
-    # -- weights for others -------------------------------------------------------------------------------------------
+    # -- weights for export -------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the unsharded weights of `model` in host memory on rank 0, and an empty dict on other ranks.
@@ -249,8 +249,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             loaded.
 
         Raises:
-            CheckpointError: It is missing, unfinished or damaged, or is of other models. The same error is raised on
-                every rank.
+            CheckpointError: The checkpoint is missing, unfinished or damaged, or belongs to other models. The same
+                error is raised on every rank.
         """
         if self.sharding is None:
             super().load_state(input_dir, load_kwargs, **kwargs)
@@ -275,7 +275,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         return complete[-1]
 
     # -- private to accelerate ----------------------------------------------------------------------------------------
-    # Undocumented parts of accelerate are used here only. tests/integrations/test_integrations_accelerate.py names the
+    # Most undocumented parts of accelerate are used here. tests/integrations/test_integrations_accelerate.py names the
     # version that they were checked with, and fails if one of them is gone.
 
     def _with_optimizers(self) -> Iterator[tuple[nn.Module, Optimizer | None]]:

@@ -59,7 +59,7 @@ class _Joined:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load into each optimizer its part of a dict from `state_dict`."""
+        """Load a dict from `state_dict`: each optimizer loads its part."""
         groups = iter(state_dict["param_groups"])
         for start, optimizer in self._numbered():
             own = [next(groups) for _ in optimizer.param_groups]

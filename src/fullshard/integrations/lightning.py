@@ -40,7 +40,7 @@ from fullshard.wrap import AutoWrapPolicy
 
 require("lightning", "2.6", extra="lightning")
 
-from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision  # noqa: E402  # once it is known to be there
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision  # noqa: E402  # after the check
 from lightning.fabric.plugins import TorchCheckpointIO  # noqa: E402
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
@@ -88,7 +88,7 @@ class FullShardStrategy(DDPStrategy):
         auto_wrap_policy: Selects the units. If None, the layers of the LightningModule's child modules, and these
             modules themselves. Units that `configure_model` has created are kept.
         mp_policy: The dtypes of units, in addition to the precision plugin. See `fullshard.fully_shard`.
-        offload_policy: The memory for shards. See `fullshard.fully_shard`.
+        offload_policy: The placement of shards. See `fullshard.fully_shard`.
         process_group_backend: If None, NCCL for GPUs, otherwise gloo.
         timeout: The timeout of collectives.
         options: Options of Lightning's `DDPStrategy` that do not concern the DDP wrapper: accelerator,
@@ -153,7 +153,7 @@ class FullShardStrategy(DDPStrategy):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the module's `training_step`, with the root unit's parameters unsharded meanwhile.
+        """Run the module's `training_step` with the root unit's parameters unsharded, and return its result.
 
         With manual optimization, they are unsharded in the module's forward only, because backward runs within the
         step.
@@ -216,7 +216,7 @@ class FullShardStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint to the folder `filepath`. Each rank writes its shards. It is complete or does not exist.
+        """Write a checkpoint to the folder `filepath`, completely or not at all. Each rank writes its shards.
 
         Raises:
             CheckpointError: A rank could not write, or a value could not be read back without executing code.
@@ -238,7 +238,7 @@ class FullShardStrategy(DDPStrategy):
         remaining = {name: item for name, item in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         remaining[_AVERAGES] = list(averages)
         path = Path(self.broadcast(filepath))
-        for i, average in enumerate(averages.values()):  # first; the previous ones remain until the next save
+        for i, average in enumerate(averages.values()):  # before the model; previous averages stay until the next save
             save(path / _AVERAGES / str(i), model=average, step=checkpoint["global_step"], keep=2)
         save(
             path,
@@ -250,7 +250,7 @@ class FullShardStrategy(DDPStrategy):
         )
 
     def _take_averages(self, checkpoint: dict[str, Any]) -> dict[str, nn.Module]:
-        """Remove averages of weights from `checkpoint`, and return the models with them by the key of the callback."""
+        """Remove averaged weights from `checkpoint`, and return the averaged models by the key of their callback."""
         averages = {}
         for callback in self._averaging:
             average, states = _average_of(callback), checkpoint.get("callbacks", {})
@@ -259,7 +259,7 @@ class FullShardStrategy(DDPStrategy):
             averages[callback.state_key] = average
             if "average_model_state" in (state := states[callback.state_key]):
                 states[callback.state_key] = {**state, "average_model_state": None}
-            else:  # `WeightAveraging` exchanged them
+            else:  # `WeightAveraging` has exchanged the state dicts
                 checkpoint["state_dict"] = checkpoint.pop("current_model_state", checkpoint["state_dict"])
         return averages
 
@@ -371,7 +371,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         strategy: See `fullshard.fully_shard`.
         auto_wrap_policy: Selects the units. If None, the module's layers.
         mp_policy: The dtypes of units, in addition to the precision plugin. See `fullshard.fully_shard`.
-        offload_policy: The memory for shards. See `fullshard.fully_shard`.
+        offload_policy: The placement of shards. See `fullshard.fully_shard`.
         process_group_backend: If None, NCCL for GPUs, otherwise gloo.
         timeout: The timeout of collectives.
         options: Options of Fabric's `DDPStrategy` that do not concern the DDP wrapper: accelerator, parallel_devices,
@@ -440,7 +440,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write `state` to the folder `path`. Each rank writes its shards. It is complete or does not exist.
+        """Write `state` to the folder `path`, completely or not at all. Each rank writes its shards.
 
         Raises:
             CheckpointError: A rank could not write, or a value could not be read back without executing code.
@@ -522,8 +522,8 @@ def _average_of(callback: Callback | None) -> nn.Module | None:
 class _Caller(nn.Module):
     """Calls `module`, as a DDP wrapper does.
 
-    Fabric calls step methods and those of `mark_forward_method` through the forward, with its precision, only if it has
-    a different module than the user. So parameters are unsharded in these methods.
+    Fabric calls step methods, and methods passed to `mark_forward_method`, through this forward and with its precision
+    only if its module is not the user's module. So with this wrapper, parameters are unsharded in these methods.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -535,7 +535,7 @@ class _Caller(nn.Module):
 
 
 def _called(module: nn.Module) -> nn.Module:
-    """Return the sharded module."""
+    """Return the sharded module, which `module` may wrap."""
     return module.module if isinstance(module, _Caller) else module
 
 

@@ -3,7 +3,7 @@ schedules.
 
 `torch.distributed.pipelining` recognizes sharded stages by torch's own class. For others, it would reduce the gradients
 of every microbatch, and ignore the gradients that a zero-bubble schedule computes late. So use the `PipelineStage` of
-this module. For a schedule with several stages per rank, `with_actions` adds when to gather and free them:
+this module. For a schedule with several stages per rank, `with_actions` adds actions that gather and free stages:
 
     stages = [PipelineStage(part, number, 4, device, group=mesh.get_group("pp")) for number, part in parts.items()]
     schedule = with_actions(ScheduleInterleavedZeroBubble(stages, n_microbatches=8, loss_fn=loss_fn))
@@ -130,7 +130,7 @@ class PipelineStage(pipelining.PipelineStage):
 
 
 def with_actions(schedule: S) -> S:
-    """Return `schedule` itself after adding all-gathers of stages ahead of time, and frees while they wait.
+    """Add actions to `schedule` that gather stages ahead of time and free them while they wait, and return it.
 
     Schedules with one stage per rank have no such actions and are not changed.
 

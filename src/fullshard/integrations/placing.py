@@ -57,7 +57,7 @@ def shard_model(
 
 
 def repeated_layers(model: nn.Module) -> AutoWrapPolicy:
-    """Return a policy that makes units of a model's layers: the modules of one class that a container has several of.
+    """Return a policy that makes units of a model's layers: modules in a container with several modules of their class.
 
     Containers are `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`. Layers within a layer are part of its unit. If
     a model names its layers like models of the transformers library (`_no_split_modules`), those are units.

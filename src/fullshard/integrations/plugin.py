@@ -146,7 +146,7 @@ class ShardingPlugin:
 
     @property
     def offload_policy(self) -> OffloadPolicy:
-        """Return the offload policy of all units."""
+        """The offload policy of all units."""
         if self.cpu_offload:
             return CPUOffloadPolicy()
         if not any(self._fractions.values()) and self.offload_budget is None:
@@ -489,7 +489,7 @@ def _offloads(plugin: Any) -> bool:
     return bool(getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy"))
 
 
-# By key, a function that reads the field from accelerate's plugin; None if the field is not set.
+# For each key, a function that reads the field from accelerate's plugin and returns None if it is not set.
 _PLUGIN: dict[str, Callable[[Any], Any]] = {
     "version": lambda item: item.fsdp_version,
     "sharding_strategy": lambda item: item.sharding_strategy,

@@ -1,7 +1,7 @@
 """Replicas that can join and leave: a replicate axis of torchft. The loss of a replica costs a step, but no restart.
 
     model, optimizer = make_sharded_model()         # over the ranks of this replica
-    replicas = Replicas(model, optimizer)           # finds the others by their lighthouse
+    replicas = Replicas(model, optimizer)           # finds the others through the lighthouse
     while replicas.step < steps:
         replicas.begin_step()                       # choose the replicas; those that missed steps get the state
         loss_of(model, batch(replicas.step, replicas.index, replicas.count)).backward()
@@ -186,7 +186,7 @@ class Replicas:
 
     def close(self) -> None:
         """Leave the other replicas, between steps."""
-        dist.barrier()  # the rank that serves this replica leaves last
+        dist.barrier()  # the rank that serves this replica must not leave before the others are ready
         self._manager.shutdown(wait=False)
 
     def _sum_over_replicas(self, sums: Tensor) -> None:
@@ -206,7 +206,7 @@ class Replicas:
         restore_snapshot(taken, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler)
 
     def _agree_on_step(self) -> None:
-        """Set the oldest step of any rank, so that all ranks receive a newer state if only some have received one."""
+        """Set the lowest step of all ranks, so that all ranks receive a newer state if only some have received one."""
         world = collectives_for(dist.distributed_c10d._get_default_group(), self._device)
         steps = world.gather_objects(self.step, origin=Origin("replicas", Phase.IDLE))
         self._manager.load_state_dict({**self._manager.state_dict(), "step": min(steps)})

@@ -31,7 +31,7 @@ from fullshard.versions import require
 TESTED_TRANSFORMERS = "5.23"
 require("transformers", TESTED_TRANSFORMERS, extra="transformers")
 
-import accelerate  # noqa: E402  # once transformers is known to be there
+import accelerate  # noqa: E402  # after the check that transformers is installed
 import transformers  # noqa: E402
 import transformers.core_model_loading as loading  # noqa: E402
 import transformers.trainer  # noqa: E402
@@ -102,7 +102,7 @@ class _TrainerSharding(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model to a folder for `from_pretrained`. Every rank must call it, and rank 0 writes.
 
-        With `state_dict_type: SHARDED_STATE_DICT`, checkpoints during training do not contain such a folder.
+        With `state_dict_type: SHARDED_STATE_DICT`, checkpoints during training do not contain the full weights.
         """
         if self.sharding is None:
             super().save_model(output_dir, _internal_call)
@@ -167,7 +167,7 @@ class _TrainerSharding(transformers.Trainer):
             wait_for_others(resumed, resume_from_checkpoint)
         elif not is_own:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        # else: along with the optimizer, once the model is sharded
+        # else: `_load_optimizer_and_scheduler` also loads the model, once it is sharded
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint)) / _FOLDER
@@ -177,7 +177,7 @@ class _TrainerSharding(transformers.Trainer):
             checkpoint.load(folder, model=self._saved_model(), random_states=False)
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
-        if self.sharding is None:  # a rank may not have memory for a whole model
+        if self.sharding is None:  # else a rank may not have memory for the full model
             read_waiting(model)
             super()._move_model_to_device(model, device)
 
@@ -377,7 +377,7 @@ def _conversions(model: Any) -> _Conversions | None:
 
 
 def _raise_dtypes(model: Any, dtype: torch.dtype | None) -> None:
-    """Keep the modules in float32 that the model requires in float32, if the others have lower precision."""
+    """Cast the parameters that the model requires in float32 to float32, if the others have lower precision."""
     for pattern, wide in model._get_dtype_plan(dtype).items():
         for name, param in model.named_parameters():
             if pattern in name:
@@ -410,7 +410,7 @@ def _newest_complete(folder: Path) -> Path:
 
 def _is_complete(path: Path) -> bool:
     try:
-        TrainerState.load_from_json(str(path / "trainer_state.json"))  # which the Trainer writes last
+        TrainerState.load_from_json(str(path / "trainer_state.json"))  # the Trainer writes it last
     except (OSError, ValueError, TypeError):
         return False
     return not (path / _FOLDER).exists() or checkpoint.latest(path / _FOLDER) is not None

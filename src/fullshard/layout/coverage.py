@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-_MOST_DIMS = 8  # that a tensor is cut along; a mesh has fewer
+_MOST_DIMS = 8  # maximum number of dims that a tensor is split along; a mesh has fewer axes
 
 Box = tuple[Sequence[int], Sequence[int]]  # the offset of a box along each dim, and its size along each dim
 

@@ -21,8 +21,8 @@ On a queue (GPUs) a message is one operation, on the full parameter, in a group 
 2.5 TB/s, so a copy of 1 MiB takes 2 x 1 MiB / 2.5 TB/s = 0.8 us: about the cost of one more operation among a few, at
 any world size. Above about 16 operations, which a backend's channels run in parallel, each costs some microseconds (980
 small ones in one group took 70 times as long as one flat call: https://github.com/NVIDIA/nccl/issues/725), like a copy
-of several MiB. The message of a pack also needs as much memory as its parameters. This decides for parameters of 2 MiB
-or more, such as separate experts: they are all sent in place.
+of several MiB. The message of a pack also needs as much memory as its parameters. So all parameters of 2 MiB or more,
+such as separate experts, are sent in place.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class MessageRule:
 
     least_part_nbytes: int = 0  # of a shard
     least_nbytes: int = 0  # of the full parameter
-    most: int | None = None  # maximum in a group, for the largest ones; None for no limit
+    most: int | None = None  # maximum number of them in a group, largest first; None for no limit
     always_from_nbytes: int = 0  # full parameters of at least this size get one even beyond `most`
     start_step_bytes: int = ALIGNMENT_BYTES  # parameters start at multiples of this
-    max_padding: float = 1 / 32  # the share of a parameter that may be added as rows that exist on no rank
+    max_padding: float = 1 / 32  # maximum size of the padding rows, as a fraction of the parameter
 
 
 PAIRWISE = MessageRule(least_part_nbytes=16 << 10)  # for messages between each pair of ranks: gloo, and shared memory
@@ -62,7 +62,7 @@ ON_A_QUEUE = MessageRule(
     most=FEW_OPERATIONS,
     always_from_nbytes=2 << 20,
     start_step_bytes=256,  # as torch's allocator aligns tensors on a GPU, because alignment affects kernel selection
-    max_padding=1.0,  # no limit, because the pack has the same padding
+    max_padding=1.0,  # as large as the parameter, because the pack has the same padding
 )
 """For a backend's own collectives on a queue, such as NCCL."""
 
@@ -109,7 +109,7 @@ class GroupLayout:
 
     @cached_property
     def in_place(self) -> tuple[ParamLayout, ...]:
-        """The layouts of the parameters that need no copy, in order."""
+        """The layouts of the parameters in place, which need no copy, in order."""
         return tuple(param_layout for param_layout in self.params if param_layout.in_place)
 
     @cached_property
@@ -125,7 +125,7 @@ def region_numel(spec: ShardSpec, in_place: bool) -> int:
 
 
 def fits_in_place(spec: ShardSpec, itemsize: int, rule: MessageRule = PAIRWISE) -> bool:
-    """Return True if the contiguous shards form the parameter: aligned, large enough, and with little padding."""
+    """Return True if a parameter can be sent in place: its shards are aligned, large enough, and barely padded."""
     part_bytes = spec.part_numel * itemsize
     return (
         spec.dim == 0
@@ -137,7 +137,7 @@ def fits_in_place(spec: ShardSpec, itemsize: int, rule: MessageRule = PAIRWISE) 
 
 
 def _in_place(specs: Sequence[ShardSpec], itemsize: int, rule: MessageRule) -> set[int]:
-    """Return the indices of parameters to send in place: those that fit, if among the largest or large enough."""
+    """Return the indices of parameters to send in place: those that fit, and are among the largest or very large."""
     fitting = [i for i, spec in enumerate(specs) if fits_in_place(spec, itemsize, rule)]
     largest = sorted(fitting, key=lambda i: -specs[i].numel)[: rule.most]
     return {*largest, *(i for i in fitting if specs[i].numel * itemsize >= rule.always_from_nbytes)}

@@ -49,8 +49,8 @@ class GroupProgress:
         self.ranks = ranks
         self.started = 0
         self.unsent: dict[int, bool] = {}
-        """Collectives that this rank has started, and has to send a second message of: by their numbers, whether it
-        sends that one while it waits for any collective of the group, or only while it waits for this one."""
+        """Started collectives of which this rank still has to send a second message, by number: True if it sends that
+        message while it waits for any collective of the group, False if only while it waits for this one."""
         self.broken: FullshardError | None = None  # why the group cannot be used anymore
 
     def end_wait(self) -> None:
@@ -69,7 +69,7 @@ class Task:
     since: float
     in_first_step: bool  # in or before the first step, where ranks may compile
     ended: End | None = None  # the end of a collective on a GPU, while the host continues
-    is_torchs: bool = False  # not called by this package; its process group has a separate timeout
+    is_torchs: bool = False  # called through torch, not by this package; its process group has a separate timeout
     thread: int | None = None  # the thread that is in a call of torch
     group: GroupProgress | None = None  # the group of a collective of this package that the host waits for
     number: int = 0  # number of the collective in that group
@@ -97,9 +97,9 @@ class Wait:
     group: str
     ranks: list[int]  # of that group
     number: int  # of the collective
-    since: float  # no two waits of a rank begin at the same time
-    started: dict[str, int]  # collectives, by group
-    unsent: dict[str, list[int]]  # started ones without further messages during this wait
+    since: float  # identifies the wait: no two waits of a rank begin at the same time
+    started: dict[str, int]  # number of started collectives, by group
+    unsent: dict[str, list[int]]  # started collectives of which messages are not sent during this wait
 
     def has_sent(self, other: Wait) -> bool:
         """Return True if this rank has sent, or sends during this wait, all that `other` waits for."""
@@ -129,13 +129,13 @@ class RankProgress:
 
     step: int = 0  # number of steps that the last root has begun
     unwatched: Unwatched | None = None  # the last queued collective whose end could not be detected
-    _waiting: dict[int, Task] = field(default_factory=dict)  # by thread, as in all that follows
-    _behind: set[int] = field(default_factory=set)  # threads that work for others
-    _joining: dict[int, float] = field(default_factory=dict)  # since when a thread waits for one of those
+    _waiting: dict[int, Task] = field(default_factory=dict)  # by thread
+    _behind: set[int] = field(default_factory=set)  # background threads
+    _joining: dict[int, float] = field(default_factory=dict)  # since when a thread waits for background threads
     _trains: set[int] = field(default_factory=set)  # threads that have waited for ranks, except for the main thread
     _observed_calls: dict[int, tuple[_TorchCall, Task]] = field(default_factory=dict)
     _queued: deque[Task] = field(default_factory=deque)
-    _drops: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that drops what has ended
+    _drops: threading.Lock = field(default_factory=threading.Lock)  # held while ended collectives are dropped
     _last: Task | None = None
     _left: float = field(default_factory=monotonic)
     _observed: set[tuple[str, str, Phase]] = field(default_factory=set)  # collectives before the first step
@@ -195,9 +195,9 @@ class RankProgress:
         self._behind.add(get_ident())
 
     def queue(self, name: str, origin: Origin, ended: End | None) -> None:
-        """Record that a device has a queued collective, which ends with `ended`; None if its end cannot be detected."""
+        """Record that a device has a queued collective, which ends with `ended`. If that is None, record nothing."""
         if ended is not None:
-            self._drop_ended()  # a watchdog does it too, but not every job has one
+            self._drop_ended()  # a watchdog also does this, but not every job has one
             self._queued.append(self._new_task(name, origin, ended))
 
     def forget_group(self) -> None:
@@ -354,7 +354,7 @@ class RankProgress:
 
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = (str(Path(__file__).parent.parent), _TORCH)
-# A thread that waits for a collective of torch's has one of these files on its stack.
+# A thread that waits for a collective of torch has one of these files on its stack.
 _COLLECTIVES = tuple(
     str(Path(_TORCH, "distributed", name)) for name in ("distributed_c10d.py", "_functional_collectives.py")
 )

@@ -23,11 +23,11 @@ from fullshard.liveness.store import PatientStore
 
 _FAREWELL = b"."
 _PATIENCE_S = 5.0  # for one connection to be made, and for its token
-_MOST_STRANGERS = 64  # connections without a token at a time; the oldest is closed for the next one
+_MOST_STRANGERS = 64  # maximum number of connections without a token; the oldest is closed for a new one
 _BACKLOG = 1024
 _IDLE_S, _PROBE_S = 2, 1  # the system probes after 2 s without data from the other host, then every second
 _LOOPBACK = "127.0.0.1"
-_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the resulting errors of the system
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # errors of the system if a host does not answer
 
 
 def host_identity() -> str:
@@ -61,7 +61,7 @@ class Ring:
         self._server: socket.socket | None = None
         self._to_next: socket.socket | None = None
         self._from_previous: socket.socket | None = None
-        self._strangers: dict[socket.socket, float] = {}  # accepted, without a token so far; and when each is closed
+        self._strangers: dict[socket.socket, float] = {}  # accepted, without a token so far, and their deadlines
         self._host = ""  # unknown
         with suppress(OSError):
             self._host = host_identity()
@@ -108,7 +108,7 @@ class Ring:
         self._greet_strangers()
 
     def _greet_strangers(self) -> None:
-        """Check for the token. It is compared only when complete, so that it cannot be guessed in parts."""
+        """Keep the connection that sent the token. Only complete ones are compared, so parts cannot be guessed."""
         for connection, deadline in list(self._strangers.items()):
             token = _received(connection, len(self._token))
             if self._from_previous is None and secrets.compare_digest(token or b"", self._token):

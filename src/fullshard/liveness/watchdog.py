@@ -165,7 +165,7 @@ class _Watchdog:
         self._missed_since = math.inf
         self._answered: _Question | None = None
         self._reported: Task | None = None
-        self._requested_early: tuple[Task, float] | None = None  # and the seconds of waiting until the next question
+        self._requested_early: tuple[Task, float] | None = None  # and when to ask again, in seconds of waiting
         self._ended: tuple[Task, float, str] | None = None  # a wait that was ended, when, and why
         self._stated: set[str] = set()  # causes of the watchdog's own failures
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
@@ -272,7 +272,7 @@ class _Watchdog:
         """Return the question to answer if `task` takes too long: this rank's, or that of a rank that asked before."""
         if task is None:
             return None
-        if task.waited_s > self._end_s(task) and not task.is_torchs:  # whose process group has its own timeout
+        if task.waited_s > self._end_s(task) and not task.is_torchs:  # torch's calls have the timeout of their group
             return self._own_board.ask(self._rank, "end")
         if task.waited_s > switches.report_after_s and not task.in_first_step and task is not self._reported:
             return self._own_board.ask(self._rank, "report")
@@ -315,7 +315,7 @@ class _Watchdog:
         self._own_board.answer(question, self._rank, *here.now(), is_waiting=here.is_waiting, wait=here.wait)
 
     def _found_deadlock(self, question: _Question) -> bool:
-        """Return True, and make all ranks end, if no rank will ever continue, see [Note: waits in a circle]."""
+        """Return True, and make all ranks raise, if no rank will ever continue, see [Note: waits in a circle]."""
         before = self._own_board.waits(question, self._world)
         if not is_deadlock(before):
             return False
@@ -356,7 +356,7 @@ class _Watchdog:
                 self._own_store, self._rank, self._world, silence_s=SILENCE_S, way=self._way
             )
             return self._ring.join()
-        except (OSError, RuntimeError) as error:  # torch's errors of the store are of the latter kind
+        except (OSError, RuntimeError) as error:  # the store of torch raises RuntimeError
             _log.warning("rank %d: lost ranks may be detected late, because a connection failed: %s", self._rank, error)
             return True
 
@@ -385,7 +385,7 @@ class _Watchdog:
 
     def _end(self, report: str) -> NoReturn:
         self._own_board.publish_end(self._rank, "its watchdog ended it")
-        with suppress(OSError, ValueError):  # the reader has closed it
+        with suppress(OSError, ValueError):  # the reader may have closed stderr
             sys.stderr.write(f"[fullshard] {report}\n")
             sys.stderr.flush()
         os._exit(EXIT_CODE)
@@ -452,7 +452,7 @@ class _Question:
     rank: int  # that asks, and collects the answers
     purpose: str  # "early", "again", "report", "deadlock": waits end, or "end": ranks end when they have answered
     error: str = ""  # of a deadlock
-    groups: Sequence[str] = ()  # that ranks wait in then
+    groups: Sequence[str] = ()  # that ranks wait in, for a deadlock
 
 
 class _Board:
@@ -562,7 +562,7 @@ class _Board:
                     return
             except dist.DistNetworkError:
                 return
-            except RuntimeError:  # it is slow
+            except RuntimeError:  # the store is slow
                 pass
             sleep(0.1)
 

@@ -143,11 +143,11 @@ _steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def count_step(optimizer: Optimizer) -> None:
-    """Count a step of `optimizer`. In some steps, ranks publish their hyperparameters, and compare them in the next.
+    """Count a step of `optimizer`. In some steps, ranks publish their hyperparameters, and compare them one step later.
 
     They do so in step 16, whenever the number of steps has doubled, and every 1024 steps. Steps within a backward are
-    not compared: there can be an optimizer per parameter. They use the store and never wait for another rank, because
-    ranks may take different numbers of steps.
+    not compared: there can be an optimizer per parameter. Comparisons use the store and never wait for another rank,
+    because ranks may take different numbers of steps.
     """
     step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
     if step < _FIRST_COMPARISON or not (_is_compared(step) or _is_compared(step - 1)) or in_backward():
@@ -165,5 +165,5 @@ def _is_compared(step: int) -> bool:
 
 
 def leave_uncompared(optimizer: Optimizer) -> None:
-    """Do not compare the hyperparameters of `optimizer` any more. Its steps in CUDA graphs are not counted."""
+    """Stop comparing the hyperparameters of `optimizer`. Its steps in CUDA graphs are not counted."""
     _steps[optimizer] = -(1 << 62)

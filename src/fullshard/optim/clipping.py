@@ -25,7 +25,7 @@ from fullshard.policy.arguments import check_flags, check_iterable, check_type, 
 from fullshard.tape.recorder import Origin, Phase, acting_for
 
 _DEVICE = attrgetter("device")
-_ROW = 16384  # elements whose norm one thread computes, of an offloaded gradient
+_ROW = 16384  # elements of an offloaded gradient whose norm one thread computes
 _NORM = Origin("gradient norm", Phase.STEP)
 _OVERFLOW = Origin("overflow check", Phase.STEP)
 
@@ -53,7 +53,7 @@ def clip_grad_norm_(
         The norm before scaling, a 0-dim tensor in float32 or a wider dtype.
 
     Raises:
-        ConfigError: `max_norm` or `norm_type` is not a positive number.
+        ConfigError: `max_norm` is not a number of 0 or more, or `norm_type` is not a positive number.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set.
     """
     if not isinstance(parameters, Tensor):
@@ -130,7 +130,7 @@ def _norms(values: Sequence[Tensor], norm_type: float, *, offloaded: bool = Fals
         values: the tensors.
         norm_type: the order of the norm.
         offloaded: whether values on the CPU are offloaded from a GPU. All threads then compute their norms, because the
-            GPU waits for it. The rounding differs from that of `torch.linalg.vector_norm` of the whole tensor.
+            GPU waits for them. The rounding differs from that of `torch.linalg.vector_norm` of the whole tensor.
     """
     norms: list[Tensor] = [torch.empty(0)] * len(values)
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -198,7 +198,7 @@ def _norm_by_rows(values: Tensor, norm_type: float, dtype: torch.dtype) -> Tenso
     rows = flat.numel() // _ROW
     whole, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
     parts = [torch.linalg.vector_norm(whole, norm_type, dim=1, dtype=dtype)]
-    if rest.numel():  # the maximum of nothing is an error
+    if rest.numel():  # the maximum of an empty tensor is an error
         parts.append(torch.linalg.vector_norm(rest, norm_type, dtype=dtype).view(1))
     total: Tensor = torch.linalg.vector_norm(torch.cat(parts), norm_type)
     return total
@@ -247,7 +247,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     Args:
         device: The type of the device, such as `"cuda"`. If None, the type of the current accelerator.
         init_scale: The scale of the first step.
-        growth_factor: The growth factor of the scale after `growth_interval` steps without overflow.
+        growth_factor: The factor that multiplies the scale after `growth_interval` steps without overflow.
         backoff_factor: The factor that multiplies the scale after an overflow.
         growth_interval: The number of steps without overflow before the scale grows.
         enabled: Whether to scale losses and gradients.

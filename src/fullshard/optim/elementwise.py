@@ -124,7 +124,7 @@ Shapes = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
 def _try_both(optimizer: Optimizer, seed: int = 0) -> tuple[Updates, Updates, Shapes]:
-    """Step full test tensors and parts of them. Return both updates, and the states with a different shape."""
+    """Step full test tensors and parts of them. Return both updates, and the states not shaped like the parameter."""
     device = next(param.device for group in optimizer.param_groups for param in group["params"])
     for where in dict.fromkeys([torch.device("cpu"), device]):
         if where.type == "meta":
@@ -199,9 +199,9 @@ def clone_for(
 
     Args:
         optimizer: the template.
-        groups: the options of each group; other entries are left out.
+        groups: the parameter groups with the options. Their parameters are left out.
         params: The parameters of each group.
-        lr: replaces all learning rates that are numbers; None keeps them.
+        lr: replaces all learning rates; None keeps them.
     """
     given = []
     for group, of_group in zip(groups, params, strict=True):

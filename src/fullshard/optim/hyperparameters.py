@@ -79,7 +79,7 @@ def _unit_and_key(optimizer: Optimizer) -> tuple[Unit | None, str]:
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a group, and the FQNs of its parameters."""
     found: dict[str, Any] = {}
-    for name, value in group.items():  # tensors on an accelerator would have to be waited for
+    for name, value in group.items():  # reading a tensor on an accelerator would wait for it
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
             found[name] = value.item()
         elif isinstance(value, int | float | str) or (
@@ -91,7 +91,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def different_hyperparameter(of_ranks: Mapping[int, Sequence[Mapping[str, Any]]]) -> str | None:
-    """Return a sentence about the first hyperparameter of which a rank and the first rank have different values.
+    """Return a sentence about the first hyperparameter that has different values on the first rank and on another.
 
     Groups of an optimizer are compared where both ranks have the same "params". Return None if nothing differs.
     """
@@ -109,7 +109,7 @@ def different_hyperparameter(of_ranks: Mapping[int, Sequence[Mapping[str, Any]]]
 
 
 def _different_steps(of_ranks: Mapping[int, Mapping[str, int]]) -> str | None:
-    """Return a sentence about a rank whose optimizer has taken another number of steps than that of the first rank.
+    """Return a sentence about a rank whose optimizer has taken a different number of steps than the first rank's.
 
     Args:
         of_ranks: For each rank, the number of steps of the model at some numbers of steps of the optimizer.

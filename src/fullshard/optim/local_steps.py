@@ -54,10 +54,10 @@ from fullshard.state.on_disk import states_on_disk
 from fullshard.state.optim_kinds import ChunkedSteps, block_states
 from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
 
-# Subclasses are not included, because they may do anything.
 if TYPE_CHECKING:
     from fullshard.state.steps_in_chunks import StatesOnDisk
 
+# Subclasses are not included, because they may do anything.
 _ELEMENTWISE = frozenset(
     {
         *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
@@ -145,7 +145,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _record_writes(optimizer: Optimizer) -> None:
     """Increment the versions of the sharded parameters that `optimizer` has updated.
 
-    Fused and foreach kernels do not change them. Kept unsharded parameters are gathered again if the version changes.
+    Fused and foreach kernels do not increment them. Kept unsharded parameters are gathered again if versions change.
     """
     params = (param for group in optimizer.param_groups for param in group["params"])
     torch.autograd.graph.increment_version(
@@ -157,7 +157,7 @@ def _note_step() -> None:
     """Attribute later events of the trace to an optimizer step."""
     global _interrupted
     recorder = active_recorder()
-    if recorder is not None and recorder.origin is not _STEP:  # it still is after a step that raised
+    if recorder is not None and recorder.origin is not _STEP:  # it still is `_STEP` after a step that raised
         _interrupted = recorder.origin
         note_origin(_STEP)
 
@@ -177,8 +177,8 @@ def step_shards(optimizer: OptimizerT, *, verify: bool = False) -> OptimizerT:
 
     Use it for optimizers that treat each element, or each block of elements, separately, and whose kernels need plain
     memory. torch's elementwise optimizers do not need it. The optimizers of bitsandbytes and torchao encode states in
-    blocks, so their shards must be whole blocks. States whose shape is not the parameter's are local to each rank, and
-    are not saved.
+    blocks, so their shards must consist of whole blocks. States whose shape is not the parameter's are local to each
+    rank, and are not saved.
 
     Optimizers that are known by name to need full parameters raise an error. Unknown optimizers are tested on small
     tensors, full and split in two, and raise an error if the steps differ. A warning is logged if they cannot be
@@ -190,8 +190,8 @@ def step_shards(optimizer: OptimizerT, *, verify: bool = False) -> OptimizerT:
             For this, each rank gathers all parameters and gradients, and needs memory for full states.
 
     Raises:
-        ConfigError: The optimizer needs full parameters, or shards that are whole blocks (pass `shard_alignment` to
-            `fully_shard`). With `verify`, `step()` also raises it.
+        ConfigError: The optimizer needs full parameters, or its shards must consist of whole blocks and do not (pass
+            `shard_alignment` to `fully_shard`). With `verify`, `step()` also raises it.
     """
     check_type("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     check_name(optimizer)
@@ -297,7 +297,7 @@ def _shard_stepping(optimizer: Optimizer, known: Callable[..., Any], inner: Call
             may_wait = not (args or kwargs or step_hooks(optimizer)) and type(optimizer) in _ELEMENTWISE
             step_all = partial(_step_separately, optimizer, disk, on_cpu, may_wait=may_wait)
             return _step_outside_of_graphs(optimizer, step_all, inner, args, kwargs)
-        if type(optimizer) not in _ELEMENTWISE or _complex_without_view(optimizer) is not None:  # no DTensors at all
+        if type(optimizer) not in _ELEMENTWISE or _complex_without_view(optimizer) is not None:  # never on DTensors
             return _step_outside_of_graphs(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
         if block_states(optimizer) is not None and not torch.compiler.is_compiling():  # their kernels take no DTensors
             return _step_in_chunks(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
@@ -387,7 +387,7 @@ def _restricted_to(optimizer: Optimizer, params: Iterable[Tensor] | None) -> Ite
 
 
 def _shard_of(param: nn.Parameter, swapped: list[tuple[Any, Tensor]]) -> Tensor:
-    """Return this rank's shard of `param` with its gradient, and record it in `swapped`. Return other `param`s."""
+    """Return this rank's shard of `param` with its gradient, and record it in `swapped`. Return others unchanged."""
     grad = param.grad
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or managed_by(param) is None:
         return param

@@ -95,8 +95,8 @@ class Muon(torch.optim.Optimizer, ChunkedSteps):
         ns_coefficients: The coefficients of the iterated odd polynomial of degree five.
         eps: the minimum norm that a matrix is divided by before the iteration.
         ns_steps: the number of iterations.
-        adjust_lr_fn: the learning rate for a matrix of `a` rows and `b` columns: "original" (or None), times
-            `sqrt(max(1, a / b))`; "match_rms_adamw", times `0.2 * sqrt(max(a, b))`.
+        adjust_lr_fn: the factor of the learning rate for a matrix of `a` rows and `b` columns: "original" (or None)
+            selects `sqrt(max(1, a / b))`; "match_rms_adamw" selects `0.2 * sqrt(max(a, b))`.
 
     Raises:
         ConfigError: a parameter is not a matrix, or an option is out of its range.
@@ -340,8 +340,8 @@ class Matrix:
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         own = self._own(self.param)
         own.mul_(1 - lr * self.group["weight_decay"])
-        # A bfloat16 sum rounds vectors differently from their last elements, so results would depend on shard
-        # boundaries.
+        # A bfloat16 sum rounds vectorized elements differently from the remaining ones, so results would depend on
+        # shard boundaries.
         update = accelerator_for(update.device).alongside(update, own)
         own.add_(update.float(), alpha=-lr * self._lr_factor)
         if isinstance(self.param, DTensor):
@@ -449,8 +449,8 @@ def divide(
 class Team:
     """The ranks of one mesh, which divide the work on its matrices.
 
-    The index along the last transport varies fastest in their numbering. Results are sent back along the last transport
-    first.
+    Ranks are numbered so that the index along the last transport varies fastest. Results are sent back along the last
+    transport first.
 
     Args:
         transports: The collectives of the ranks with the same parts along each axis of the mesh; then, if matrices are
@@ -508,7 +508,7 @@ class Team:
 
     @property
     def partners(self) -> range:
-        """The owners that this rank sends its parts to: the ranks with the other parts."""
+        """The owners that this rank sends its parts to: the ranks with different parts, including this one."""
         first = self.number - self.part
         return range(first, first + self.parts)
 
@@ -520,7 +520,7 @@ class Team:
         return range(first, first + each)
 
     def _resident(self, matrices: Sequence[Matrix]) -> dict[int, range]:
-        """Return the possible owners of those `matrices` that are complete on some ranks and absent on others."""
+        """Return the possible owners of those `matrices` that are complete on at least one rank."""
         whole_parts = {i: matrix.cuts.whole_part for i, matrix in enumerate(matrices)}
         return {
             i: range(whole_part, self.size, self.parts)
@@ -529,8 +529,8 @@ class Team:
         }
 
     def step(self, matrices: Sequence[Matrix], note: str) -> None:
-        """Update `matrices` in batches. During compute, the next batch is sent to its owners, and the previous one sent
-        back.
+        """Update `matrices` in batches. While a batch is computed, the next one is sent to its owners, and the previous
+        one is sent back.
 
         Args:
             matrices: Matrices with gradients, identical on every rank.

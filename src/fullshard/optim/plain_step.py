@@ -48,7 +48,7 @@ class PlainStep:
 
     @property
     def is_possible(self) -> bool:
-        """True if shards, gradients and states are plain tensors, with the same dtype and at least one dim."""
+        """True if shards, gradients and states are plain and not 0-dim, and each gradient has its shard's dtype."""
         wholes = [value for state in self._states for value in state.values() if type(value) is DTensor]
         kinds = {*map(type, self._shards), *map(type, self._grads), *map(type, map(_LOCAL, wholes))}
         dims = {*map(_NDIM, self._shards), *map(_NDIM, wholes)}

@@ -1,12 +1,12 @@
 """A model of CUDA's caching allocator: the memory that it holds for the tensors of a trace, block by block.
 
-torch requests *segments* from the device and cuts *blocks* from them. The rules are those of torch's
+torch requests *segments* from the device and cuts *blocks* from them. The rules are those of torch:
 
     rounding     sizes are rounded up to 512 bytes
-    pools        up to 1 MiB from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger blocks have separate
-                 segments, rounded up to 2 MiB. Each stream has separate pools
+    pools        up to 1 MiB from segments of 2 MiB; below 10 MiB from segments of 20 MiB; larger blocks have
+                 separate segments, rounded up to 2 MiB. Each stream has separate pools
     choice       the smallest free block that is large enough; among equal ones, the one with the lowest address
-    splitting    the remainder of a block stays free: 512 bytes or more in the small pool, above 1 MiB in the large one
+    splitting    a remainder stays free: 512 bytes or more in small pools and expandable segments, else above 1 MiB
     merging      a freed block is merged with adjacent free blocks of its segment; segments stay
     expandable   `expandable_segments:True`: one segment per pool, which grows in steps of 2 or 20 MiB at its end
     retries      if the device has no space for a segment, all completely free segments are returned to it before a
@@ -51,7 +51,7 @@ class _Block:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key of blocks in the allocator."""
+        """The sort key of free blocks in a pool."""
         return self.nbytes, self.start
 
 

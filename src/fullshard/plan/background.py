@@ -36,7 +36,7 @@ _WAITING = Path("/proc/thread-self/schedstat")  # nanoseconds running and waitin
 
 
 class FirstSteps:
-    """Measurements of the first three steps of a loop, including everything between two optimizer steps."""
+    """Measurements of the third step of a loop, including everything between two optimizer steps."""
 
     def __init__(
         self,

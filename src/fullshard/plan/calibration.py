@@ -21,7 +21,7 @@ from fullshard.regular_files import writing
 
 Report = Callable[[str], None]  # called with the name of the next measurement
 
-DTYPE = "bfloat16"  # whose share of the peak rate is fitted
+DTYPE = "bfloat16"  # the dtype whose share of the peak rate is fitted
 NETWORK_BYTES_PER_S, NETWORK_STEP_S = 1.25e9, 50e-6
 LARGE_BYTES = 2**28  # of a tensor that exceeds all caches
 
@@ -39,7 +39,7 @@ def calibrate(
         device: The device to describe. If None, the current accelerator if there is one, otherwise the CPU.
         like: The known hardware that provides what cannot be measured here, such as peak rates and links to other
             hosts. If None, it is chosen by the name of the GPU.
-        seconds: The approximate duration. With less time, sizes are measured less often.
+        seconds: The approximate duration on a CPU. With less time, sizes are measured less often. Ignored on a GPU.
         on_progress: Called with the name of the next measurement.
 
     Raises:

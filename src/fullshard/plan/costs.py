@@ -1,12 +1,12 @@
 """Seconds that the entries of a trace take on a machine.
 
-An operation takes the larger of its FLOPs over a rate and its bytes over the memory's bandwidth, and a launch. Two
-kinds of operations have FLOPs:
+An operation takes the time of a launch, plus the larger of its FLOPs divided by a rate and its bytes divided by the
+memory bandwidth. Two kinds of operations have FLOPs:
 
     products of matrices    cut into tiles; each multiprocessor computes one at a time. All tiles of a wave
-                            take as long as one, so that a last wave of few tiles costs as much as a full one. A long
-                            inner dimension may be cut too, if partial sums are then written and added. Of several cuts
-                            the fastest counts, as libraries choose
+                            take as long as one, so a last wave of few tiles costs as much as a full one. A long inner
+                            dimension may be cut too. Partial sums are then written and added. The fastest of several
+                            cuts counts, because libraries choose it
     attention               a separate share of the peak rate, forward and backward: kernels fuse a softmax into
                             their two products, and do five products in backward. Blocks that a causal mask leaves out
                             cost nothing
@@ -30,7 +30,7 @@ from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Ope
 _TILES = ((256, 128), (128, 256), (128, 128))
 _INNER_CUTS = (1, 2, 3, 4, 6, 8)
 _PARTIAL_SUM_BYTES = 4
-_TREE_SHARE = 0.92  # of the bus bandwidth, under Simple
+_TREE_SHARE = 0.92  # of the bus bandwidth, with the Simple protocol
 _RING_BASES_S = {"ll": 6.6e-6, "ll128": 14e-6}
 _TREE_BASES_S = {"ll": 6.8e-6, "ll128": 14e-6}
 _LL128_SHARE = 120 / 128
@@ -44,7 +44,7 @@ On the host of an H200, where an operation takes 40 us, steps of GPT-2 with unit
 give 52.6 and 38.5 ms.
 """
 _REREAD = frozenset(("aten.native_layer_norm_backward",))
-"""Operations of two kernels that read all of it: one for the input's gradient, one for the weights'."""
+"""Operations with two kernels that both read all inputs: for the input's gradient, and for the weights'."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Costs:
         return self.launch_s + max(self._flops_s(operation), self._bytes_s(operation))
 
     def alongside(self, operation: Operation) -> float:
-        """Return the seconds during a collective, which uses some multiprocessors but no memory bandwidth."""
+        """Return the seconds of `operation` during a collective, which uses multiprocessors but no memory bandwidth."""
         return self.launch_s + max((1 + self.slowdown) * self._flops_s(operation), self._bytes_s(operation))
 
     def of_collective(self, collective: Collective) -> float:
@@ -254,7 +254,7 @@ def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None =
             f"Known dtypes: {', '.join(hardware.flops_per_s)}. Train in one of these dtypes."
         )
     if hardware.kind == "cpu":
-        from fullshard.plan.cpu_costs import CpuCosts  # which is one of these
+        from fullshard.plan.cpu_costs import CpuCosts  # a subclass of `Costs`
 
         return CpuCosts.of(hardware, dtype=dtype, ranks=ranks or hardware.ranks_per_host)
     fitted, parts = hardware.fitted, hardware.multiprocessors

@@ -1,9 +1,9 @@
 """Core time of the entries of a trace, from the measurements of the machine in `cpu_speeds.py`.
 
-On a CPU the host is the only stream: everything is sequential. An operation costs a call, and for its bytes or FLOPs
-the measured time of operations with its name, or of matrix products of its size, with tensors in the cache. In
-addition, it pays for memory that is no longer in the cache, and for the first write to pages that the allocator has
-obtained from the system. If there are more ranks than cores, they take turns.
+On a CPU the host is the only stream: everything is sequential. An operation takes the time of a call. For its bytes
+or FLOPs, it takes the measured time of operations with its name, or of matrix products of its size, with tensors in the
+cache. Accesses to memory that is no longer in the cache, and the first write to pages that the allocator has obtained
+from the system, take additional time. If there are more ranks than cores, they take turns.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     products   FLOP/s of matrix products by dtype and size, with operands in the cache; and the cost per byte of
                operands that are not in the cache
-    kernels    other operations, by dtype: seconds per byte written, with tensors in the cache
+    kernels    other operations, by dtype: seconds, bytes and FLOPs of a call, with tensors in the cache
     memory     additional seconds per byte read from or written to memory outside of the caches
     pages      seconds per byte of a page that is written for the first time
     steps      host time of an operation, of an operation after a large one, and of the hooks of a unit
@@ -37,7 +37,7 @@ from fullshard.tape.recorder import Origin, Phase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DIMS = (16, 64, 256, 1024, 4096)  # rows, inner and columns of products; fewer if there is little time
-SLOW_FLOPS_PER_S = 25e9  # to estimate how many there is time for
+SLOW_FLOPS_PER_S = 25e9  # to estimate how many sizes there is time for
 ROWS, WIDTH = 256, 512  # of the tensors in kernel measurements, which fit in a cache
 HEADS, HEAD = 8, 64
 TOKENS = (32, 128, 512)  # for attention
@@ -106,7 +106,7 @@ def _timed(call: Call, calls: int) -> float:
 
 
 def _product(dtype: torch.dtype, rows: int, inner: int, columns: int, budget_s: float) -> float:
-    """Return the seconds of a product as in a linear layer's forward. For very large products, measure half of one."""
+    """Return the seconds of a product as in a linear layer's forward. Above `LARGEST`, measure it with fewer rows."""
     if rows * inner * columns > LARGEST:
         return 2 * _product(dtype, rows // 2, inner, columns, budget_s)
     left, right = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
@@ -115,7 +115,7 @@ def _product(dtype: torch.dtype, rows: int, inner: int, columns: int, budget_s: 
 
 
 def _product_miss_s(mib: int = 64) -> float:
-    """Return the median seconds per byte that a product reads or writes outside of the cache, over several layers.
+    """Return the seconds per byte that a product accesses outside of the cache: the median over several layers.
 
     Before each product, more memory than any cache holds is read and written.
     """
@@ -233,7 +233,7 @@ def _calls(dtype: torch.dtype) -> list[Call]:
 
 
 def _memory(budget_s: float, mib: int = 64) -> dict[str, float]:
-    """Return seconds per byte of memory beyond those of a cache, seconds per byte of a new page, and the cache size.
+    """Return the additional seconds per byte in memory and per byte of a new page, the cache size, and bandwidths.
 
     The system zeroes a page on first access, so it is in the cache. The cost of a new page is the additional time of a
     write to it, compared with a write to a tensor in the cache.
@@ -295,7 +295,7 @@ class _HostPart:
 
     seconds: float
     operations: int
-    large: int  # access more bytes than the core's private cache has
+    large: int  # operations that access more bytes than the core's private cache has
 
     @classmethod
     def of(
@@ -336,7 +336,7 @@ class _Working(TorchDispatchMode):
 
 
 def _link(world: int, mib: int = 32) -> dict[str, float]:
-    """Return the bytes per second of the engine's own collectives between ranks, and the latency."""
+    """Return the seconds of the engine's own collectives, large and small, and the bytes per rank of the large ones."""
     if world < 2:
         return {}
     group = dist.group.WORLD
@@ -364,7 +364,7 @@ def _reduce_s(transport: SharedMemoryCollectives, numel: int) -> float:
 
 
 def _median_of(call: Call) -> float:
-    """Return the median wall time, because ranks wait for each other. The first calls are not counted."""
+    """Return the median wall time, which includes waits for other ranks. The first calls are not counted."""
     found = []
     for _ in range(12):
         dist.barrier()

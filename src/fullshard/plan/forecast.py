@@ -40,7 +40,7 @@ class Forecast:
     step_s: float  # a whole step, from the second one
     gather_s: float  # time during which all-gathers run
     reduce_s: float  # time during which reductions run
-    exposed_s: float  # time during which compute waits for other ranks
+    exposed_s: float  # time during which compute waits for other ranks or for copies
     would_fit: tuple[str, ...] = ()  # changes with which the run would fit, if it does not
     turns: tuple[tuple[str, int], ...] = ()  # see `Prediction.turns`
     flops_share: float = 0.0  # the model's own FLOPs in `step_s` as a share of the peak rate (MFU)
@@ -91,7 +91,7 @@ def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True)
 
 
 def check_importable(arguments: Iterable[Any]) -> None:
-    """Raise `ConfigError` if another process could not import a function."""
+    """Raise `ConfigError` if another process could not import one of `arguments`."""
     of_script = [argument for argument in arguments if getattr(argument, "__module__", "") == "__main__"]
     if of_script:
         raise ConfigError(

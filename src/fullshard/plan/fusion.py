@@ -6,7 +6,7 @@ written to memory. A reduction to a single number, such as the largest value of 
 kernel: the next one reads the tensor again.
 
 Times are approximate. The compiler splits a sequence where shapes or the dimensions of reductions differ, and it saves
-fewer values for backward than an eager block. So memory is that of eager blocks, which is more.
+fewer values for backward than an eager block. So the predicted memory is that of eager blocks, which need more.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Run:
         if len(self._operations) < 2:
             yield from self._entries
             return
-        written = set[int]()  # storages that earlier operations of the run wrote
+        written = set[int]()  # storages that earlier operations of the sequence wrote
         freed = {entry.storage for entry in self._entries if isinstance(entry, Free)}
         reads, writes = dict[tuple[int, int], Access](), dict[tuple[int, int], Access]()
         for operation in self._operations:

@@ -1,7 +1,7 @@
 """Measured speeds of a GPU: matrix products, memory, launches, host time and the link to host memory.
 
-Times are those of events on the GPU, the median of several rounds after warmup calls. So a GPU that is throttled due
-to heat or a power limit is described in that state.
+Times, except host time, are measured by events on the GPU. Each is the median of several rounds after warmup calls. So
+a GPU that is throttled due to heat or a power limit is described in that state.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PRODUCTS = (  # rows, inner, columns: squares, and transformer layers with 8192 
     *((8192, width, ratio * width) for width in (768, 1600, 4096) for ratio in (1, 4)),
     *((512, width, ratio * width) for width in (1600, 4096) for ratio in (1, 4)),
 )
-LARGE = 2 * 4096**3  # FLOPs of a product from which its rate counts as that of large products
-MIB = tuple(4**power for power in range(6))  # of a tensor that kernels read or write
+LARGE = 2 * 4096**3  # products with at least this many FLOPs count as large
+MIB = tuple(4**power for power in range(6))  # sizes of a tensor that kernels read or write
 OF_TRAINING = "add", "gelu", "adamw"  # kernels that are limited by memory, as in training steps
 ROUNDS = 5
 ROUND_S = 0.02
@@ -55,7 +55,7 @@ def gpu_speeds(device: torch.device, on_progress: Report) -> dict[str, Any]:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the GPU seconds of one call: the median of rounds of a few milliseconds each."""
+    """Return the GPU seconds of one call: the median of rounds of about `ROUND_S` each."""
     for _ in range(3):
         call()
     once = _timed(call, 3)
@@ -155,7 +155,7 @@ def _host_s(device: torch.device) -> float:
 
 
 class _Counted(TorchDispatchMode):
-    """Counts operations like a trace, without views and queries."""
+    """The number of operations as in a trace: without views and queries."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -36,9 +36,9 @@ class Link:
 
     bytes_per_s: float  # the bus bandwidth of collectives per rank, in one direction
     step_s: float  # seconds per step of a collective's algorithm, in addition to its bytes
-    # The same for NCCL's LL protocol, whose messages carry a flag with every 4 bytes. 0 if there is none.
+    # `step_s` with NCCL's LL protocol, whose messages carry a flag with every 4 bytes. 0 if it is not supported.
     ll_step_s: float = 0.0
-    ll128_step_s: float = 0.0  # the same for LL128, with a flag for every 120 bytes
+    ll128_step_s: float = 0.0  # `step_s` with LL128, with a flag for every 120 bytes
     ll_bytes_per_s: float = 0.0  # the maximum bandwidth of LL. If 0, half of `bytes_per_s`
 
 
@@ -226,7 +226,7 @@ def _read(name: str, visited: tuple[str, ...]) -> dict[str, Any]:
                 "choose other hardware, such as h100-80."
             )
         text = _text_of(here_path())
-    elif name.endswith(".toml") and os.path.exists(name):  # which is False for a name that is too long
+    elif name.endswith(".toml") and os.path.exists(name):  # `exists` returns False for a name that is too long
         text = _text_of(Path(name))
     else:
         raise ConfigError(

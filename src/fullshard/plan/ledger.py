@@ -1,6 +1,6 @@
 """Bytes per rank by state: predicted from shapes and placements, and measured in a running engine.
 
-The formula, for the units of a model with N ranks on the shard axis and the layouts of `layout/group_layout.py`:
+The formula, for the units of a model with the layouts of `layout/group_layout.py`:
 
     parameters        memory between steps: shards, or unsharded buffers if they are kept; for units on the CPU
                       alongside an accelerator, at most a copy of the shards in the compute dtype
@@ -291,7 +291,7 @@ def _feedback_of_wholes(numels: Sequence[int], world: int) -> int:
 
 
 def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) -> Ledger:
-    """Measure the ledger of this rank in one microbatch. Its gradients are discarded. Every rank must call it.
+    """Measure the ledger of this rank in one microbatch. Its gradients are discarded. Every rank must call this.
 
     Args:
         model: A module with units, whose optimizer has taken a step and so has its state.

@@ -57,7 +57,7 @@ def memory_peak(tape: Tape, *, since: int = 0, of_host: bool = False) -> MemoryP
     Args:
         tape: A trace of whole steps.
         since: The index in the trace to start from, for example after the model is sharded.
-        of_host: See `memory_curve`.
+        of_host: Whether to count allocations in host memory instead of those on the device.
     """
     most, place, by_state = 0, 0, Counter[State]()
     for at, held, _ in _walk(tape, of_host):

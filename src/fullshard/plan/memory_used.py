@@ -27,7 +27,7 @@ class PeakMemory:
 
     It counts the pages of the process and its share of the pages that it shares with other ranks. It does not count
     pages of files, such as libraries, which are loaded on first use and shared by all processes. The kernel tracks the
-    peak, so it is exact and does not depend on sampling.
+    peak of all pages, so it does not depend on sampling.
     """
 
     def __init__(self, device: torch.device) -> None:

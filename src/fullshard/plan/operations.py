@@ -25,7 +25,7 @@ _OF_LIBRARIES = (
     "fullshard",
     "inductor",
     "profiler",
-)  # whose operations copy, query, or are fused
+)  # namespaces whose operations copy, query, or are fused
 _OF_MEMORY = re.compile(
     "|".join(
         (
@@ -82,7 +82,7 @@ _OF_MEMORY = re.compile(
         )
     )
 )
-"""Parts of the names of operations that torch tags neither as elementwise nor as reductions."""
+"""Parts of the names of operations without these tags whose bytes determine their time."""
 
 
 def counted(call: Callable[[], object]) -> list[Operation]:

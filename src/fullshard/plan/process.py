@@ -17,7 +17,7 @@ from fullshard.plan.costs import rate_name
 from fullshard.tape.tape import Allocation, Entry, Free, Operation, Tape
 
 _LARGEST_THRESHOLD = 32 << 20
-"""The largest threshold of glibc. It rises to the size of the largest mapping freed if the environment sets none."""
+"""The largest threshold of glibc. If the environment sets none, it rises to the size of the largest freed mapping."""
 
 HEAP_FACTOR = 1.24
 """Bytes of the heap per byte of its tensors at the peak: the mean of the 12 configurations of
@@ -86,7 +86,7 @@ class ProcessPages:
         self._on_heap_nbytes = 0
 
     def has_mapping(self, entry: Allocation | Free) -> bool:
-        """Return True if a storage is not on the heap. Memory shared by ranks never is on the heap."""
+        """Return True if a storage is not on the heap. Memory shared by ranks is never on the heap."""
         return entry.ranks > 1 or entry.nbytes >= self._threshold
 
     def note(self, entry: Entry) -> int:

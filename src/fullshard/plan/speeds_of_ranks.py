@@ -46,7 +46,7 @@ def found_by_ranks(module: str, world: int, arguments: Sequence[str], *, patienc
 
 
 def as_rank(backend: str, folder: str, world: int, rank: int, measure: Callable[[], dict[str, Any]]) -> None:
-    """Print the measurements as JSON. Then exit immediately, because other ranks may still be running."""
+    """Run `measure` as one rank and print its result as JSON. Exit immediately: other ranks may still be running."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     store = dist.FileStore(f"{folder}/store", world)

@@ -40,8 +40,8 @@ from fullshard.plan.ledger import (
 def measure_tiers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Ledger]:
     """Return the ledgers of this rank by tier, like `predict_tiers`, for a running model with its actual states.
 
-    Parameters, gradients and buffers follow the formula. Activations are those offloaded in the forward with the most;
-    those on the device are unknown. Nothing is communicated, and no value is read.
+    Parameters, gradients and buffers follow the formula. Activations are the most that one forward has offloaded; those
+    on the device are unknown. Nothing is communicated, and no value is read.
 
     Args:
         model: The root.
@@ -81,7 +81,7 @@ def predict_transfers(
 
     Args:
         model: A module with units.
-        microbatches: The number per step, each with a reduction.
+        microbatches: The number of microbatches per step, each with a reduction.
         clips: Whether gradients are clipped.
         optimizer: The optimizer state per parameter. If None, that of AdamW.
         activations: The bytes that one forward offloads, by tier.

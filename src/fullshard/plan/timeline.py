@@ -139,7 +139,7 @@ class _Layout:
         self._memory = memory
         self.placed: list[Placed] = []
         self.stalls: list[Stall] = []
-        self.now = 0.0  # the host's
+        self.now = 0.0  # the time of the host
         self._costs = costs
         self._streams: dict[str, _StreamState] = defaultdict(_StreamState)
         self._communicators: dict[tuple[int, ...], _Point] = defaultdict(_Point)

@@ -18,8 +18,8 @@ from fullshard.planner.subject import Subject
 def python_lines(
     subject: Subject, program: Program, figures: SketchFigures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> list[str]:
-    """Return the lines of a script from the model to the optimizer, and of a step: a loop over microbatches, with
-    clipping.
+    """Return the lines of a script that creates the model and the optimizer, and those of one step: a loop over
+    microbatches, with clipping.
 
     The script must have called `init_process_group` before.
     """
@@ -93,7 +93,7 @@ def python_lines(
 def train_flags(
     subject: Subject, program: Program, figures: SketchFigures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> str | None:
-    """Return the command line of `fullshard train`; None if it lacks an option, or the model is not its GPT.
+    """Return the command line of `fullshard train`; None if it cannot run `program`, or the model is not its GPT.
 
     `fullshard train` makes each block a unit, independent of `program`.
     """
@@ -139,7 +139,7 @@ def train_flags(
 def trainer_arguments(
     subject: Subject, program: Program, figures: SketchFigures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> str | None:
-    """Return the arguments of transformers' `TrainingArguments`; None if they lack an option.
+    """Return the code of transformers' `TrainingArguments`; None if these do not support `program`.
 
     The Trainer makes each block a unit, independent of `program`.
     """
@@ -150,7 +150,7 @@ def trainer_arguments(
     if program.checkpointing not in ("none", "every-1") or program.gather_wire or program.reduce_wire:
         return None
     config: dict[str, Any] = {"version": 2}
-    if program.strategy == "hpz":  # under version 2, transformers takes no number
+    if program.strategy == "hpz":  # with version 2, transformers does not accept a number
         config |= {"version": 1, "reshard_after_forward": cluster.per_host}
     else:
         config["strategy"] = program.strategy

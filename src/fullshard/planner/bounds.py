@@ -17,15 +17,15 @@ from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Collective
 
 NO_MATTER = 0.97
-"""A program whose time is at least this share of the best time is not simulated: predictions are not more accurate."""
+"""A program whose time is at least this share of the best time is not simulated: predictions are not that accurate."""
 _LEAST = 3
 """The minimum number of fitting programs to simulate, if there are so many, to have alternatives for comparison."""
 
-_LIKELY = {"none": 1.0, "selective": 1.03, "every-2": 1.16, "every-1": 1.33}  # relative to "none", for the order only
-_KEPT = {"none": 1.0, "selective": 0.6, "every-2": 0.6, "every-1": 0.2}  # of the memory of "none", likewise
-_AGAIN = {"every-2": 0.6, "every-1": 0.6}  # of a checkpointed block's forward: torch stops after the last saved tensor
+_LIKELY = {"none": 1.0, "selective": 1.03, "every-2": 1.16, "every-1": 1.33}  # time relative to "none", only for order
+_KEPT = {"none": 1.0, "selective": 0.6, "every-2": 0.6, "every-1": 0.2}  # memory relative to "none", likewise
+_AGAIN = {"every-2": 0.6, "every-1": 0.6}  # recomputed part of a forward: torch stops after the last saved tensor
 _UNSURE = 2.0  # safety factor for guessed memory
-_SURELY = 0.97  # of the activations of another program with the same checkpoints
+_SURELY = 0.97  # lower bound relative to the activations of a program with the same checkpoints
 
 
 def states_bytes(question: Question, program: Program, activations: float = 0.0) -> float:
@@ -54,7 +54,7 @@ def states_bytes(question: Question, program: Program, activations: float = 0.0)
         held += stored / parts[placements.parameters] / (1 if param is None else 2)
         held -= stored / parts[placements.optimizer] if param is None else 0.0
     at_step = held + trained / parts[placements.optimizer]
-    if program.cpu:  # the CPU has the optimizer's data; here is a copy in the compute dtype
+    if program.cpu:  # the CPU has the optimizer's data; the device has a copy in the compute dtype
         held, at_step = stored / parts[placements.parameters] / (1 if param is None else 2), 0.0
     sums = trained / parts[placements.optimizer if program.syncs_each else placements.gradients]
     if program.accumulates and not program.syncs_each and placements.gradients is Placement.SHARDED:

@@ -26,7 +26,7 @@ from fullshard.train.model import GPT
 from fullshard.wrap import wrapped_modules
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hpz", "hsdp", "hsdp_zero2", "hfsdp")
-"""The named strategies. hpz is zero3 with secondary shards within a host, hfsdp gathers across hosts once per step."""
+"""The named strategies. hpz is zero3 with secondary shards within a host; hfsdp gathers across hosts once per step."""
 
 CHECKPOINTING = ("none", "selective", "every-2", "every-1")
 """Tensors kept until backward: all; matrix product and attention outputs; all of every other block; block inputs."""
@@ -253,7 +253,7 @@ def programs(
                         continue
                     for several in accumulates:
                         if strategy == "hfsdp" and not several:
-                            continue  # it is for microbatches that gather within hosts
+                            continue  # hfsdp is for microbatches that gather within hosts
                         if strategy == "zero2" and not several and "zero1" in strategies:
                             continue
                         for each in (False, True) if several and strategy not in reduces_once else (False,):

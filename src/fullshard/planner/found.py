@@ -54,7 +54,7 @@ class Plan:
     def best(self) -> FoundProgram | None:
         """The fastest program that fits with a margin for the error of the prediction, or else without.
 
-        If memory is short, it is the one that needs least among those whose predicted times are practically equal.
+        If memory is short, it is the one that needs the least among those whose predicted times are practically equal.
         """
         fitting = self.with_margin or self.fitting
         if not fitting or fitting[0].figures.needed_bytes <= _PLENTY * self.question.cluster.usable_bytes:
@@ -85,7 +85,7 @@ class Plan:
 
 
 def answer(question: Question, made: Sketch) -> FoundProgram | None:
-    """Return the best candidate of a program; None if it is unpredictable, or is for a disk that it does not need."""
+    """Return the best candidate of a program; None if it is unpredictable, or does not need its disk."""
     if made.program.disk:
         return _answer_on_disk(question, made)
     shapes = [shape for shape in question.shapes_of(made.program) if made.can_report(shape[0])]
@@ -95,7 +95,7 @@ def answer(question: Question, made: Sketch) -> FoundProgram | None:
     small = [made.figures(rows, count) for rows, count in shapes if made.needed_bytes(rows) <= usable]
     chosen = fastest(
         question.cluster,
-        (item for item in small if made.program.cpu == 1 or host_fits(question.cluster, item)),  # a part may
+        (item for item in small if made.program.cpu == 1 or host_fits(question.cluster, item)),  # a fraction may fit
     )
     least = chosen or made.figures(*min(shapes, key=lambda shape: made.needed_bytes(shape[0])))
     return FoundProgram(made, least, chosen is not None, largest_rows(made))

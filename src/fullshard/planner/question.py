@@ -30,7 +30,7 @@ class Question:
     # Encodings of all-gathers and of reductions, which change results.
     encodings: tuple[str | None, str | None] = (None, None)
     compiled: bool = False  # whether each block is compiled with `torch.compile`
-    max_norm: float | None = 1.0  # clips gradients, if given
+    max_norm: float | None = 1.0  # the norm to clip gradients to, if given
     make_optimizer: MakeOptimizer | None = None  # creates the optimizer from parameters. If None, fused AdamW
     most: int = 8  # the maximum number of programs to simulate; 0 for all that may be the fastest
     exhaustive: bool = False  # whether to simulate all programs that may fit, even if they cannot be the fastest

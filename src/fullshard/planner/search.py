@@ -116,8 +116,8 @@ def _with_memory_of(found: FoundProgram, single: FoundProgram, model: nn.Module)
     return replace(found, figures=figures, largest=min(found.largest, single.largest))
 
 
-_MOST_BLOCKS = 100  # larger models are not simulated with larger units, since that takes the whole model
-_GATHERS_NOTHING = ("ddp", "zero1", "own")  # within a step, or as the user's function decides
+_MOST_BLOCKS = 100  # larger models are not simulated with larger units, since that requires the whole model
+_GATHERS_NOTHING = ("ddp", "zero1", "own")  # no all-gather to prefetch, or sharded by the user's function
 
 
 def _searched(
@@ -192,7 +192,7 @@ def _searched_on_cpu(question: Question, wanted: Iterable[Program], ask: Workers
 
     With all of it on the CPU, blocks are identical, and a few of them determine the rest. With a part, the whole model
     is simulated: only for the `_CHOSEN` likeliest programs, and for none that would be slower than one of them even if
-    the CPU took no time. If the memory of a host is too small for all of them, some of the rest is on disk.
+    the CPU took no time. If the memory of a host is too small for every program, a part of the state is on disk.
     """
     plan = _searched(question, wanted, ask)
     candidates = [item.sketch for item in plan.found if item.fits]
@@ -328,11 +328,11 @@ _TRIED = 3
 
 
 def least_hosts(question: Question, workers: Workers | None = None, *, most: int = 4096) -> Plan | None:
-    """Return the plan for the smallest number of ranks, up to `most`, that fits one row; None if no number does.
+    """Return the plan for the smallest number of ranks, on up to `most` hosts, that fits one row; None if none does.
 
-    World sizes are powers of two within a host, then any number of whole hosts. This is decided by the strategy that
-    shards most, with and without activation checkpointing. For the smallest number of ranks, all requested programs are
-    searched.
+    World sizes are powers of two within a host, then any number of whole hosts. Whether one fits is decided with the
+    strategy that shards most, with and without activation checkpointing. For the smallest number of ranks, all
+    requested programs are searched.
     """
     with _given(workers, question) as ask:
         whole = question.cluster.per_host

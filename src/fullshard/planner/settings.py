@@ -159,7 +159,7 @@ class PlanSettings:
                 raise ConfigError(f"--{name} {number:g}: must be 0 or more.")
 
     def question(self) -> Question:
-        """The question, with the user's functions imported and the model made."""
+        """Return the question. Import the user's functions and create the model."""
         search, cluster = self.search, self.cluster()
         chosen = search.precision or usual_precision(cluster.hardware)
         for name, encoding, known in (
@@ -191,7 +191,7 @@ class PlanSettings:
         return question
 
     def cluster(self) -> Cluster:
-        """The machines."""
+        """Return the machines."""
         requested = self.machines
         machine = hardware(requested.hardware)
         per_host = machine.ranks_per_host if requested.per_host is None else requested.per_host
@@ -276,7 +276,7 @@ _OF_MODEL = {
     "config": ("seq",),
     "size": ("seq", "layers", "heads", "width", "mlp_ratio"),
 }
-"""Options that each way to name a model takes."""
+"""The options that each way to name a model supports."""
 
 
 def _options(names: Sequence[str]) -> str:

@@ -219,7 +219,7 @@ class Sketch:
         )
 
     def needed_bytes(self, rows: int) -> float:
-        """Return the memory required with `rows` rows: the peak of tensors plus the overhead of the allocator."""
+        """Return the memory for `rows` rows: the peak of tensors plus the overhead of the allocator or process."""
         nbytes = self._peak(rows)[0]
         if self.cluster.hardware.kind == "gpu":
             return nbytes + self._overhead(rows)
@@ -297,7 +297,7 @@ class Sketch:
     def _whole(self, each: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
         """Return the values of the full model: those of the first short model, plus those of the additional blocks."""
         base, *longer = each
-        everywhere = [key for key in base if all(key in other for other in longer)]  # not so blocks in the middle
+        everywhere = [key for key in base if all(key in other for other in longer)]  # some may be in longer models only
         found = {key: base[key] for key in everywhere}
         for tapes, other in zip(self.tapes[1:], longer, strict=True):
             (fqn,) = (name for name in self.whole if tapes.lengths[name] != self.tapes[0].lengths[name])
@@ -356,7 +356,7 @@ def _sketched(
     make_optimizer: MakeOptimizer | None,
     shortens: bool,
 ) -> Sketch:
-    shortens = shortens and program.cpu in (0.0, 1.0)  # the blocks on the CPU depend on their number
+    shortens = shortens and program.cpu in (0.0, 1.0)  # which blocks are on the CPU depends on their number
     shortens = shortens and program.blocks_per_unit == 1  # the last unit may have fewer
     lists = block_lists(subject.model) if shortens and subject.model is not None else []
     whole = {each.fqn: each.length for each in lists}
@@ -394,7 +394,7 @@ def _sketched(
 def _few(blocks: BlockList, program: Program) -> int:
     """Return the number of blocks of the shortest model. It has inner blocks, and the parity of the list's length.
 
-    One more is needed if gradients are copied to the CPU: of three blocks, no copy ends before all of them have
+    One more is needed if gradients are copied to the CPU: with three blocks, no copy ends before all copies have
     started.
     """
     least = BASE + (program.cpu > 0)

@@ -56,7 +56,7 @@ def take_steps(
         steps.insert(1, steps[0])
     microbatches = 2 if program.accumulates else 1
     streams: Any = "gpu" if cluster.hardware.kind == "gpu" else "cpu"
-    gc.freeze()  # garbage collection skips existing objects, which would take as long as a step
+    gc.freeze()  # garbage collection then skips existing objects: scanning them takes as long as a step
     with (
         dry.world(cluster.world, ranks_per_host=cluster.per_host),
         dry.taped(streams=streams, values=subject.values) as tape,
@@ -159,7 +159,7 @@ def users_mistake(subject: Subject, error: Exception) -> ConfigError | None:
 
 
 def _check_reads_no_values(subject: Subject, cluster: Cluster, lengths: dict[str, int], step: Sequence[Entry]) -> None:
-    """Raise if the model reads values in forward, because its operations depend on values that do not exist."""
+    """Raise if the model reads values in forward, because its operations may depend on these, which do not exist."""
     for entry in step:
         if isinstance(entry, Operation) and entry.name in _READS_VALUES and entry.origin.phase is Phase.FORWARD:
             line = _line_that_reads(subject, cluster, lengths)

@@ -1,4 +1,4 @@
-"""The model to plan for, on the meta device, with its batches and its loss. It never uses memory."""
+"""The model to plan for, on the meta device, with its batches and its loss. It uses memory only with --measure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fullshard.train.settings import ModelSettings
 
 Loss = Callable[[nn.Module, Any], Tensor]
 _MOST_SEQ = 4096  # limit for configurations that allow more
-_STORED = torch.float32  # by the lines to paste, too; a configuration can name the dtype of a checkpoint
+_STORED = torch.float32  # as in the code to paste; a configuration can name the dtype of a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ class Tapes:
 
     lengths: Mapping[str, int]
     tape: Tape
-    begins: Sequence[int]  # of the first step, of `one`, of `two`, and the end
+    begins: Sequence[int]  # indices of the first step, of `one`, of `two`, and of the end
     one: Sequence[Entry]
     two: Sequence[Entry]
     rows: int = 1
@@ -87,7 +87,7 @@ def with_one_more_row(longer: Tapes, first: Tapes) -> Tapes | None:
         elif isinstance(entry, Operation) and entry.flops:
             return None
         else:
-            step.append(entry)  # more tensors at once: the optimizer's or the engine's work, independent of rows
+            step.append(entry)  # the optimizer or engine processes more tensors, independent of rows
     tape = _joined(longer, step)
     reported = replace(longer, two=step, tape=tape, begins=[*longer.begins[:3], len(tape.entries)])
     reported.pairs = list(zip(longer.one, step, strict=True))
@@ -98,7 +98,7 @@ def _joined(longer: Tapes, step: Sequence[Entry]) -> Tape:
     """Return the trace of `longer` followed by `step`, with new numbers for the storages of its last step."""
     local = {entry.storage for entry in step if isinstance(entry, Allocation)}
     freed = {entry.storage for entry in step if isinstance(entry, Free)}
-    left: dict[tuple[str, int], list[int]] = {}  # storages of the step before that this step frees
+    left: dict[tuple[str, int], list[int]] = {}  # storages of the previous step that this step frees
     for entry in longer.one:
         if isinstance(entry, Allocation) and entry.storage not in freed:
             left.setdefault((entry.stream, entry.nbytes), []).append(entry.storage)
@@ -150,7 +150,7 @@ def _kinds(step: Sequence[Entry]) -> list[tuple[Any, ...]]:
 
 
 def _likes(unit: str, lengths: Mapping[str, int], others: Mapping[str, int]) -> str:
-    """Return the counterpart of `unit` in a model of `others` blocks: at the same distance from the nearer end."""
+    """Return the counterpart of `unit` in a model of `others` blocks: as far from an end, or an inner block."""
     for fqn, length in lengths.items():
         if unit.startswith(f"{fqn}."):
             number, dot, remaining = unit.removeprefix(f"{fqn}.").partition(".")
@@ -167,7 +167,7 @@ def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
     """Return `entry` with one more row, changed by the difference between `one` and `two`."""
     match entry, one, two:
         case Operation(), Operation(), Operation():
-            if one.nbytes == two.nbytes and one.flops == two.flops:  # such as an optimizer's, with fewer tensors there
+            if one.nbytes == two.nbytes and one.flops == two.flops:  # e.g. the optimizer's: `one` has fewer tensors
                 return entry
             each = [
                 tuple(

@@ -23,8 +23,8 @@ class Workers:
     """A pool of forked processes that create sketches, one per core, up to eight. They share the subject.
 
     If a forked process cannot run backward, this process makes the sketches sequentially. A fork lacks the autograd
-    threads for devices, which start with the first backward alongside a GPU, or after fake tensors with a CUDA build of
-    torch.
+    threads for devices. These start with the first backward if there is a GPU, or after the use of fake tensors with a
+    CUDA build of torch.
     """
 
     def __init__(self, question: Question, on_progress: Callable[[str], None] = lambda element: None) -> None:
@@ -74,7 +74,7 @@ class Workers:
             self._ahead.append((question, program, self(question, program)))
 
     def _submit(self, pool: ProcessPoolExecutor, question: Any, program: Program) -> Future[Any]:
-        sent = replace(question, subject=None, make_optimizer=None)  # its functions cannot be pickled
+        sent = replace(question, subject=None, make_optimizer=None)  # the user's functions cannot be pickled
         return pool.submit(_sketched, sent, program)
 
     def sketch(self, future: Future[Any]) -> Sketch:

@@ -29,7 +29,7 @@ class OffloadPolicy:
 
     @property
     def in_full(self) -> Offload:
-        """Return the equivalent `Offload`."""
+        """The equivalent `Offload`."""
         return Offload()
 
 
@@ -219,8 +219,8 @@ def _check_fractions(name: str, fractions: Mapping[str, float], tiers: tuple[str
 def policies_by_name(patterns: Mapping[str, OffloadPolicy], names: Sequence[str]) -> list[OffloadPolicy]:
     """Return for each unit FQN in `names` the policy of the first pattern that matches it, or else no offload.
 
-    Patterns use shell syntax (`layers.*`). A pattern that ends in `.*` also matches the name before that. The root's
-    name is empty.
+    Patterns use shell syntax (`layers.*`). A pattern that ends in `.*` also matches the name without this suffix. The
+    root's name is empty.
 
     Raises:
         ConfigError: A pattern matches none of the names, or its value is not a policy.

@@ -30,7 +30,7 @@ class ShardOptions:
     backward_prefetch: str = "pre"
     prefetch_depth: int = 1  # how many units to prefetch
     casts_inputs_at_root: bool = False  # whether a root casts its inputs to the param dtype even if other units do not
-    # Whether the first rank's buffers are broadcast after a step, from the next forward.
+    # Whether the next forward after a step broadcasts the buffers of the first rank.
     broadcasts_buffers: bool = False
     shard_alignment: int = 1  # the block size in elements that shards of large parameters are a multiple of
 

@@ -23,7 +23,7 @@ REDUCE_ENCODINGS = ("bf16", "int8", "int4")
 def is_castable(dtype: torch.dtype) -> bool:
     """Return True if a dtype policy casts `dtype`: all floating-point dtypes except those of 8 bits.
 
-    8-bit dtypes hold quantized weights, which are meaningful only together with their scale, as integers are.
+    8-bit dtypes hold quantized weights. Like integers, these are meaningful only together with their scale.
     """
     return dtype.is_floating_point and dtype.itemsize > 1
 

@@ -18,7 +18,7 @@ class Placement(Enum):
     """The distribution of a state over the ranks of the shard axis."""
 
     WHOLE = "whole"  # every rank has all of it
-    GROUPED = "grouped"  # every group of adjacent ranks has all of it; each rank has a shard
+    GROUPED = "grouped"  # every group of adjacent ranks has all of it; each rank in it has a shard
     SHARDED = "sharded"  # every rank has a shard
 
     @property

@@ -42,7 +42,7 @@ def compare_ranks(enabled: bool) -> None:
 def check_finite_gradients(enabled: bool) -> None:
     """Enable or disable the check of gradients for NaN and infinity at the end of each backward. Default: disabled.
 
-    If a gradient has one, `backward()` raises `NonFiniteError` on every rank after gradients are reduced. The error
+    If a gradient has either, `backward()` raises `NonFiniteError` on every rank after gradients are reduced. The error
     names the parameters, their units, and the ranks whose microbatches caused it. All ranks must use the same setting.
 
     A check takes two passes over the gradients, an all-reduce of one number and, on a GPU, a host synchronization.

@@ -56,7 +56,7 @@ def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
 
 
 def step_lines(run: Run) -> list[str]:
-    """Return a line with percentiles of step times over all ranks; none without enough steps."""
+    """Return a line with percentiles of step times, as means over ranks; empty without enough steps."""
     figures = RunFigures(run)
     if not figures.reports_time:
         return []

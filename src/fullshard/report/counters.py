@@ -56,10 +56,10 @@ class HardwareCounters:
         self._totals = self._read_totals()
 
     def sample(self) -> list[float | None] | None:
-        """Return the counters in the order of `COUNTERS`; None if the last sample is less than a second old.
+        """Return the counters in the order of `COUNTERS`; None if it is too early for another sample.
 
-        Rates are averages since the last sample. The time between samples doubles after every few thousand samples, so
-        that their number is limited.
+        Rates are averages since the last sample. The time between samples, one second at first, doubles after every few
+        thousand samples, so that their number is limited.
         """
         now = self._clock()
         if now < self._at + self._every_s:
@@ -94,7 +94,7 @@ class HardwareCounters:
         with suppress(OSError):  # a kernel without lists of children
             children = self._text(f"{pid}/task/{pid}/children").split()
             for each in (str(pid), *children):
-                with suppress(OSError):  # it has ended
+                with suppress(OSError):  # the process has ended
                     fields = self._text(f"{each}/stat").rpartition(")")[2].split()
                     self._of_processes[each] = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
@@ -142,7 +142,7 @@ class HardwareCounters:
 
 
 def _counters_of(device: torch.device) -> Callable[[], Numbers]:
-    """Return a function that reads the counters of `device`. Its result is empty without NVML or NVIDIA GPU."""
+    """Return a function that reads the counters of `device`. Its result is empty without NVML or an NVIDIA GPU."""
     if device.type == "cuda":
         with suppress(Exception):  # NVML is not installed, has no driver, or the GPU is of another vendor
             uuid = str(torch.cuda.get_device_properties(device).uuid)

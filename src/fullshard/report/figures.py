@@ -57,7 +57,7 @@ class RunFigures:
         return self.run.parts_s[:, self._later, PARTS.index(part)]
 
     def later(self, values: NDArray[np.float64] | None) -> Seconds | None:
-        """Return `values`, recorded by rank and step, without the first step; None if they were not recorded."""
+        """Return `values`, recorded by rank and step, without the first step; None if any are missing."""
         later = None if values is None else values[:, self._later]
         return None if later is None or np.isnan(later).any() else later
 
@@ -129,7 +129,7 @@ class RunFigures:
 
     @cached_property
     def waits(self) -> Waits:
-        """The exposed time of collectives due to communication, without steps in which it takes longer than usual."""
+        """The exposed time of collectives due to communication, without the excess of unusually slow steps."""
         beyond, units = self.loss("transport"), self.run.units
         share = self.share(self._transport if beyond is None else self._transport - beyond.seconds)
         of_units = sum(unit.gather_exposed_s + unit.reduce_exposed_s for unit in units)

@@ -63,7 +63,7 @@ def _coded(text: str) -> Markup:
     )
 
 
-_NONE = "\u2013"  # a value in a table that was not measured
+_NONE = "\u2013"  # shown for a value that was not measured
 
 
 def _time(seconds: float | None) -> str:

@@ -20,7 +20,7 @@ _MORE = 2.0  # minimum ratio to other ranks or steps
 _CORES = 0.5  # minimum cores that other processes use
 _IDLE = 0.9  # maximum ratio to the usual utilization
 _ERRORS = 10.0  # minimum retransmitted packets per second; a few are normal
-_MANY = 10.0  # minimum ratio to those of other hosts
+_MANY = 10.0  # minimum ratio of retransmitted packets to those of other hosts
 _SLOW_LINK = 0.6  # maximum ratio to the speed of other hosts' links
 _REPAIR = "Check cable, port and driver there, or remove that host from the run."
 

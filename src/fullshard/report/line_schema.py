@@ -75,7 +75,7 @@ def _table(check: _Check) -> _Check:
 
 
 def _fields(needed: Mapping[str, _Check], optional: Mapping[str, _Check] | None = None, *, closed: bool) -> _Check:
-    """Return a check for a dict with all `needed` keys. If `closed`, other keys are allowed only if `optional`."""
+    """Return a check for a dict with all `needed` keys. If `closed`, only these and `optional` keys are allowed."""
     known = {**needed, **(optional or {})}
 
     def fits(value: Any) -> bool:

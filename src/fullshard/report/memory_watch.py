@@ -1,7 +1,7 @@
 """Memory over one real step, by state. The engine reports its own memory. The rest is observed in operations.
 
 A dispatch mode observes the step. It runs every operation unchanged, measures its time and inspects the results. This
-takes some ten microseconds per operation, so only one step of one rank is observed. That step is not timed as a whole.
+takes about ten microseconds per operation, so only one step of one rank is observed. That step is not timed as a whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SLOTS = 1 << 40  # storages of units are numbered from here
 class WatchedStep:
     """Memory over a step. Each moment is a turn of the program to a unit and phase, with its largest sum."""
 
-    at_s: list[float]  # of the observed step
+    at_s: list[float]  # seconds since the start of the observed step
     labels: list[str]
     by_state: dict[str, list[int]]
     peak: int  # the index of the largest sum

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 FOLDER = "report"
 _FLUSH_S = 2.0
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK  # so that a FIFO without a reader raises an OSError
-_LISTED = 10  # maximum numbers of damaged lines in a warning
+_LISTED = 10  # maximum number of damaged lines that a warning lists
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -74,7 +74,7 @@ class RankFile:
             self._give_up(error)
 
     def add(self, kind: str, **values: Any) -> None:
-        """Append a line. It is flushed within a few seconds, or with the next line."""
+        """Append a line. Flush all lines if the last flush was more than `_FLUSH_S` ago."""
         if self._file is None:
             return
         try:

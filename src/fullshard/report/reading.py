@@ -287,7 +287,7 @@ def _memory(rank: _RankLog, step_s: NDArray[np.float64]) -> StepMemory | None:
         return None
     at = np.array(line["at_s"])
     usual = np.nanmedian(step_s) if step_s.size else np.nan
-    if at[-1] > 0 and np.isfinite(usual):  # observing a step takes time
+    if at[-1] > 0 and np.isfinite(usual):  # observing a step makes it longer
         at *= usual / at[-1]
     sums = np.array(list(line["by_state"].values()))
     held = max((step["h"] for step in rank.steps.values()), default=0)

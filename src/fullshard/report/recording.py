@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LINES = 4096  # the number of `step` lines after which a line covers twice as many steps
-_UNITS_FIRST_S = 5.0  # until the first `units` line
+_UNITS_FIRST_S = 5.0  # seconds until the first `units` line
 _MOST_SPANS = 20_000
 _PATIENCE_S = 5.0  # maximum wait for the last lines of other ranks
 
@@ -70,8 +70,8 @@ def report(
                 report.log(loss=loss)
 
     Call it on every rank once the model is sharded. Each rank writes its part of the record to a small separate file in
-    the folder `path`/report, which all hosts should be able to access. Ranks do not communicate or wait. The first rank
-    writes the page when the context ends, when `close()` is called, or when the process ends.
+    the folder `path`/report, which all hosts should be able to access. Ranks do not communicate. The first rank writes
+    the page when the context or the process ends, or on `close()`, after it waits up to 5 s for the other ranks.
 
     A step ends with the last optimizer step before the next forward. The time between the two counts as input, unless
     the loop declares something else: see `RunReport.doing`.
@@ -181,7 +181,7 @@ class RunReport:
     def log(self, step: int | None = None, **numbers: float | Tensor) -> None:
         """Log numbers of a step by name, to show on the page: loss, gradient_norm, learning_rate, tokens_per_s, ...
 
-        Tensors are read after the following step, so that nothing waits for them.
+        Tensors of the current step are read once the device has completed the step, so that nothing waits for them.
 
         Args:
             step: The number of the step. If None, it is the current step, or the last one if none is in progress.

@@ -1,4 +1,4 @@
-"""The data of a run, once the records of all ranks are read: the input of causes and pages.
+"""The data of a run, assembled from the records of all ranks. It is the input of causes and pages.
 
 Arrays have an axis of ranks, of steps, or both, in that order. Values are in seconds, bytes and plain numbers. Values
 that were not measured are empty, None or NaN, never 0. `page.py` and `causes.py` use nothing else.
@@ -61,7 +61,7 @@ class UnitTimes:
     nbytes: int  # of its unsharded parameters
     trains: bool  # whether any of its parameters is trained
     gathers: float  # all-gathers per step
-    gathered_bytes: float  # received by a rank per step
+    gathered_bytes: float  # sent by a rank per step
     gather_s: float
     gather_exposed_s: float  # while compute, or the program, waited for them
     reductions: float
@@ -204,7 +204,7 @@ class Run:
     steps: NDArray[np.int64]  # the numbers of the recorded steps; shape (steps,)
     step_s: NDArray[np.float64]  # wall time; shape (ranks, steps)
     parts_s: NDArray[np.float64]  # shape (ranks, steps, len(PARTS)); add up to `step_s`
-    waited_for_s: NDArray[np.float64]  # delay at collectives relative to the first rank; (ranks, steps)
+    waited_for_s: NDArray[np.float64]  # delay at collectives after the earliest rank; (ranks, steps)
     busy_s: NDArray[np.float64]  # CPU time of the process, or busy time of the GPU; (ranks, steps)
     units: tuple[UnitTimes, ...]
     link_gb_s: float | None  # measured bandwidth between two ranks
@@ -215,22 +215,22 @@ class Run:
     shards: tuple[Shard, ...]
     training: Mapping[str, NDArray[np.float64]]  # "loss", "gradient norm", "tokens/s", ...; each of shape (steps,)
     strategy: str
-    settings: Mapping[str, str] = field(default_factory=dict)  # that two runs may differ in
+    settings: Mapping[str, str] = field(default_factory=dict)  # that may differ between two runs
     what_ifs: tuple[WhatIf, ...] = ()
     out_of_memory: OutOfMemory | None = None
     work: NDArray[np.float64] | None = None  # number of elements passed to the root's forwards; (ranks, steps)
-    starved_s: NDArray[np.float64] | None = None  # time ready to run but without a core; (ranks, steps)
+    starved_s: NDArray[np.float64] | None = None  # while ready to run but without a core; (ranks, steps)
     output_nbytes: int = 0  # bytes returned by the root's forward: mostly logits
     host_waits: tuple[HostWait, ...] = ()
     operations: tuple[OperationTime, ...] = ()  # of one step, the slowest first
     tiers: tuple[TierBytes, ...] = ()  # the device first; empty without offloading
     reports_input: bool = True  # whether the loop distinguishes input from its other code
-    links_gb_s: tuple[float, ...] = ()  # like `link_gb_s`, by rank: from the previous rank
+    links_gb_s: tuple[float, ...] = ()  # by rank: the bandwidth of its fastest all-gather; empty if any is unknown
     counters: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)  # measured ones; each (ranks, steps)
 
     @property
     def settled(self) -> NDArray[np.bool_]:
-        """A mask of the steps to average over: all except the first, if all ranks have recorded them."""
+        """A mask of the steps to average over: those that all ranks have recorded, except step 1 (if possible)."""
         known: NDArray[np.bool_] = ~np.asarray(
             np.isnan(self.parts_s).any((0, 2))
         )  # a rank may be ahead, or have failed

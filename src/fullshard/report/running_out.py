@@ -30,11 +30,11 @@ from fullshard.report.memory_watch import held_between_steps
 from fullshard.report.run import OutOfMemory, TensorHeld
 from fullshard.tape.recorder import Origin, Phase
 
-NEAR = 0.95  # the fraction of a container's limit at which it is reported: writing a page takes a few dozen MB
+NEAR = 0.95  # fraction of a container's limit at which usage is reported: the report needs a few dozen MB
 
 _LOOK_EVERY_S = 0.05
-_BALLAST_NBYTES = 48 << 20  # of address space, released when a page must be written
-_MARGIN = 0.02  # of the limit, to remain free in what would fit
+_BALLAST_NBYTES = 48 << 20  # of address space, freed before a report is written
+_MARGIN = 0.02  # fraction of the limit that must stay free for a change to be reported as sufficient
 _SHOWN = 10
 
 
@@ -54,7 +54,7 @@ class MemoryGuard:
         self._model, self._optimizers = model, optimizers
         self._limits = list(_limits(device))
         known = sum(held.nbytes for held in held_between_steps(model, optimizers))
-        self._own = [max(0, limit.used() - known) for limit in self._limits]  # of the program itself
+        self._own = [max(0, limit.used() - known) for limit in self._limits]  # usage of the program itself
         self._ballast = bytearray(_BALLAST_NBYTES) if any(_of_process()) else None
         self._looked_at = 0.0
         self.has_reported = False
@@ -68,7 +68,7 @@ class MemoryGuard:
         return any(not limit.raises and limit.used() >= NEAR * limit.nbytes for limit in self._limits)
 
     def state(self, rank: int, origin: Origin, error: BaseException | None = None) -> OutOfMemory:
-        """Return the memory that this rank holds, working for `origin`. This releases the reserved memory."""
+        """Return the memory that this rank holds while it works for `origin`. This frees the reserved memory."""
         self.has_reported, self._ballast = True, None
         requested = None if error is None else requested_bytes(error)
         limit, own = min(zip(self._limits, self._own, strict=True), key=lambda item: item[0].nbytes - item[0].used())

@@ -117,7 +117,7 @@ def _quantile(values: Numbers, *at: float) -> list[float]:
 
 
 def _settled(run: Run) -> Numbers:
-    """Return a mask of the steps to average over: those that causes are derived from."""
+    """Return a mask of the steps to average over, which causes are derived from too."""
     settled: Numbers = run.settled
     return settled if settled.any() else np.ones(len(run.steps), dtype=bool)
 
@@ -249,7 +249,7 @@ def _notable(run: Run) -> Iterator[tuple[int, str]]:
 
 
 def _lateness(run: Run) -> Numbers:
-    """Return the delay of each rank relative to the first, in seconds per step."""
+    """Return the delay of each rank relative to the earliest one, in seconds per step."""
     if not run.waited_for_s.size:
         return np.full(len(run.ranks), np.nan)
     late: Numbers = _mean(run.waited_for_s[:, _settled(run)], axis=1)
@@ -474,7 +474,7 @@ def _parameter(shard: Shard, unit: int, cut: int | list[int]) -> dict[str, Any]:
 
 
 def _cut(shard: Shard) -> int | list[int]:
-    """Return the rows per rank if one number describes them, as for `Shard(dim)`; otherwise where they end."""
+    """Return the rows per rank if one number describes them, as for `Shard(dim)`; otherwise the end of each."""
     rows = shard.shape[shard.dim] if shard.shape else 1
     each = -(-rows // max(1, len(shard.rows)))
     if all(

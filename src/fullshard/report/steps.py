@@ -32,7 +32,7 @@ from fullshard.report.usage import Usage
 from fullshard.tape.recorder import Event, Origin, Phase, Recorder
 
 WATCHED_STEP = 2
-"""The step during which memory is observed: the first one with a known order. Steps up to it are not timed."""
+"""The step during which memory is observed: the first one with a known order of units. Steps up to it are not timed."""
 PAUSE = "pause"  # time that does not belong to a step
 
 _MOST_UNREAD = 8  # steps whose stream times are not available yet: older ones are dropped
@@ -157,7 +157,7 @@ class StepRecorder(Recorder):
     # -- from the engine and the loop ----------------------------------------------------------------------------------
 
     def add(self, event: Event) -> Event:
-        """Keep `event` until its step is complete."""
+        """Keep `event` until its step is complete. Events within a pause are dropped."""
         if PAUSE not in self._reported:
             self.events.append(event)
             self._observed(event)
@@ -367,7 +367,7 @@ def _count(
         counts.gathers += 1
         counts.gathered_bytes += event.sent_bytes
         counts.gather_s += seconds
-        # If it was needed immediately, launch and wait have no turn in between.
+        # If the all-gather was needed immediately, there is no turn between its launch and its wait.
         launched, awaited = (event.launched or 0.0) - zero, (event.awaited or 0.0) - zero
         counts.gathers_ahead += bisect(turned, awaited) > bisect(turned, launched)
     else:
@@ -379,7 +379,7 @@ def _count(
 def _regions(
     turns: Sequence[_Turn], at: Sequence[float], reports_input: bool, units: dict[str, UnitCounts]
 ) -> Iterator[_TimeRegion]:
-    """Yield the time from each turn to the next with its part. Also count `units` with forwards in backward."""
+    """Yield the time from each turn to the next with its part. Also count recomputed forwards in `units`."""
     in_backward = False
     for turn, following, start, end in zip(turns, turns[1:], at, at[1:], strict=False):
         in_backward = turn.phase not in (Phase.IDLE, Phase.STEP) and (in_backward or turn.phase is not Phase.FORWARD)

@@ -15,7 +15,7 @@ from fullshard.report.shown import in_order
 
 
 def write_trace(run: Run, path: Path) -> None:
-    """Write the spans of all ranks to `path`, compressed with gzip. Times start at the start of the step."""
+    """Write the spans of all ranks to `path`, compressed with gzip. Times are relative to the start of the step."""
     header = {"displayTimeUnit": "ms", "otherData": {"run": run.name, "step": run.shown_step}}
     with replacing(path) as unfinished, gzip.open(unfinished, "wt", encoding="utf-8", compresslevel=3) as file:
         file.write(json.dumps(header)[:-1] + ', "traceEvents": [\n')

@@ -22,7 +22,7 @@ _KINDS = {
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """Context manager that serves the page in `folder` and its files on a free port, and returns the address.
+    """Context manager that serves the page in `folder` and its files on a free port, and yields the address.
 
     Only this machine can reach the server, and it only serves the page, its data and its trace. Requests for another
     host name are rejected, because other pages in the same browser could make them.

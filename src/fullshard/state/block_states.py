@@ -6,7 +6,7 @@ of the full parameter also determines whether the state is encoded.
 
 In state dicts and checkpoints such a state is two tensors, sharded along the parameter's rows like the parameter:
 
-    exp_avg.codes    of the parameter's shape; with several codes per byte, of the layout of the scales
+    exp_avg.codes    of the parameter's shape; with several codes per byte, in the layout of the scales
     exp_avg.scale    one row for each slice of rows that consists of whole blocks, with the scales of this slice
 
 The entry `blocks` names the encoding. These states can only be loaded into optimizers of the same kind.
@@ -65,7 +65,7 @@ class BlockStates:
 
     @property
     def _block_codes(self) -> int:
-        """Elements of the tensor that has the codes of a block."""
+        """The number of elements in the tensor of the codes of one block."""
         return self.block
 
     def _unpack(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -150,7 +150,7 @@ class _Torchao(BlockStates):
     """States of torchao: a state is a tensor subclass around codes, scales and a table of values."""
 
     _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    _LEAST = 4096  # elements; smaller ones are left as they are
+    _LEAST = 4096  # elements; the states of smaller parameters are not encoded
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, optimizer.block_size)
@@ -331,7 +331,7 @@ class _Cut:
             (*item.shape[: self._dim], -(-item.shape[self._dim] // self._rows), width)
             for item in (self._param, self._local)
         )
-        lacking = prod(local_shape) - part.numel()  # of a last block that is shorter
+        lacking = prod(local_shape) - part.numel()  # if the last block is shorter
         return self._placed((torch.cat([part, part.new_zeros(lacking)]) if lacking else part).view(local_shape), shape)
 
     def _placed(self, local: Tensor, shape: tuple[int, ...]) -> Tensor:

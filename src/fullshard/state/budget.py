@@ -79,11 +79,11 @@ class _UnitNeeds:
     gradients: int
     states: int
     shards: int  # without the copy that stays on the device while the CPU steps them
-    outstanding: int  # states, which are in host memory once the CPU steps them
+    outstanding: int  # states to add to host memory if the CPU steps them: those that are not there yet
     # If its shards are on a disk:
     buffer: int = 0  # the largest buffer for shards or gradients
     chunk: int = 0  # the largest chunk of shards and gradients in memory during the step
-    inseparable: int = 0  # shards that are stepped together
+    inseparable: int = 0  # the largest shards that must be stepped together
     reads: int = 0  # number of buffers to read all shards
     writes: int = 0  # number of buffers to write all gradients
 
@@ -161,7 +161,7 @@ class _Needs:
         """Return the bytes of buffers for `of` bytes of states on a disk, if units `numbers` have shards there."""
         inseparable = max((self.units[number].inseparable for number in numbers), default=0)
         largest = max(self.largest, inseparable)
-        blocks = 2 * BUFFERS * ALIGNMENT  # buffers are larger, to begin and end at a block
+        blocks = 2 * BUFFERS * ALIGNMENT  # buffers are larger, to begin and end at a block boundary
         return min(of, BUFFERS * max(on_disk.CHUNK_NBYTES, on_disk.STATES * largest)) + blocks
 
     def on_host(self, on_cpu: Collection[int], *, passing: int = 0) -> int:
@@ -338,8 +338,8 @@ def _passing_of(unit: Unit) -> dict[str, int]:
             gradients.append(aligned(layout.shard_numel * contract.delivered.itemsize))
             numel = max(layout.pack_numel, *(item.spec.part_numel for item in layout.in_place), 0)
             inseparable = max(inseparable, aligned(numel * max(contract.stored.itemsize, contract.delivered.itemsize)))
-    # Of the values in a chunk one is the shard's, and one the gradient's. Shards in place, of 16 KiB and more, are in
-    # whole blocks of the disk, which are 4 KiB.
+    # Per element, a chunk has the states, the shard and the gradient. Shards in place have 16 KiB or more, and are
+    # rounded up to whole blocks of the disk, which are 4 KiB.
     of_each = max(on_disk.CHUNK_NBYTES // (on_disk.STATES + 2) * 5 // 4, inseparable)
     return {
         "buffer": max(shards + gradients),
@@ -458,8 +458,8 @@ def _chosen_alongside(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
     [Note: states that do not fit in host memory]
     First, states are assigned to the CPU without a limit. If host memory is too small for this, the CPU updates only as
     many units as fit, and the states of the others pass through host memory to the disk, if there is a folder. Their
-    shards and gradients stay on the device. Host memory that they have used counts as used: torch does not return
-    page-locked memory to the system.
+    shards and gradients stay on the device. Host memory that these have used still counts, because torch does
+    not return page-locked memory to the system.
 
     Raises:
         ConfigError: The budget is sufficient, but host memory is not.

@@ -83,5 +83,5 @@ def _bring_alongside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> No
 
 
 def _counts_follow(group: Mapping[str, Any]) -> bool:
-    """Return True if step counts are on the device of the parameters of `group`, and not always on the CPU."""
+    """Return True if step counts are on the device of the parameters of `group` instead of on the CPU."""
     return bool(group.get("fused") or group.get("capturable"))

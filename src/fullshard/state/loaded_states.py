@@ -115,7 +115,7 @@ def _own_states(
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """Return the `states` of sharded parameters in the form that the optimizer uses."""
     found = [(managed, param, values) for param, values in states if (managed := _sharded(param)) is not None]
-    counters = {"step", "mu_product", "eta", "mu"}  # plain in torch.optim, also for parameters without a dimension
+    counters = {"step", "mu_product", "eta", "mu"}  # plain tensors in torch.optim, even for 0-dim parameters
     for _, param, values in found:
         if param.ndim:
             counters |= {name for name, value in values.items() if isinstance(value, Tensor) and not value.ndim}

@@ -54,7 +54,7 @@ def choose_chunks_again(units: Iterable[Unit]) -> None:
 
 
 def chunks_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.Parameter]]]:
-    """Return the chunks of the `params` of an optimizer with states on a disk, each with the folder.
+    """Return the chunks of the `params` of an optimizer with states on a disk, each with its folder.
 
     They are identical on all ranks, because Muon runs collectives for each chunk.
     """
@@ -122,7 +122,7 @@ def _stepped_nbytes(param: nn.Parameter) -> int:
     managed = managed_by(param)
     values = (
         STATES if managed is None or not managed.unit.shards.is_on_disk else STATES + 2
-    )  # its shard, and the gradient
+    )  # plus the shard and the gradient
     return values * param.numel() * param.dtype.itemsize // _parts(param)
 
 

@@ -211,7 +211,7 @@ def rekeyed(
             f"the optimizer state dict has {missing[0]!r}, but {type(optim).__name__} has {len(fqns)} parameters: "
             f"{', '.join(fqns[:3])} and so on. Pass the optimizer that was saved."
         )
-    order: Any = sorted if keys is OptimStateKeyType.PARAM_ID else list  # an optimizer loads numbers in this order
+    order: Any = sorted if keys is OptimStateKeyType.PARAM_ID else list  # in an optimizer, numbers are ascending
     groups = [{**group, "params": order(new[key] for key in group["params"])} for group in state_dict["param_groups"]]
     return {"state": {new[key]: values for key, values in state_dict["state"].items()}, "param_groups": groups}
 
@@ -268,7 +268,7 @@ def _is_of_shard_alone(value: Any) -> bool:
 
 
 def _mapped(named: StateDict, function: Callable[[Tensor], Any]) -> StateDict:
-    """Return `named` with `function` applied to every tensor of its state, in lists and dicts too."""
+    """Return `named` with `function` applied to every tensor of its state, including those in lists and dicts."""
     return {
         **named,
         "state": tree_map(lambda item: function(item) if isinstance(item, Tensor) else item, named["state"]),

@@ -144,8 +144,8 @@ class StateDictSettings:
 
     Args:
         state_dict_type: The kind: full or sharded.
-        state_dict_config: The options of model state dicts; None for the defaults of the kind.
-        optim_state_dict_config: The options of optimizer state dicts; None for the defaults of the kind.
+        state_dict_config: The options of model state dicts. Their class must match the kind.
+        optim_state_dict_config: The options of optimizer state dicts. Their class must match the kind.
     """
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
@@ -295,7 +295,7 @@ class _Hooks:
         self._unit = unit
         self._late_params = LateParams([unit])
         self._outermost: nn.Module | None = None  # the outermost module that is being loaded
-        self._assigned: dict[tuple[int, str], Managed] = {}  # parameters assigned in this loading, by module and name
+        self._assigned: dict[tuple[int, str], Managed] = {}  # parameters assigned in this load, by module and name
 
     def before(self, module: nn.Module) -> None:
         """Show the sharded parameters to the modules."""
@@ -310,7 +310,7 @@ class _Hooks:
             self._unit.check_replacements()
 
     def after(self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
-        """Make `torch.save` and `copy.deepcopy` work for the values of a state dict, see `at_start`."""
+        """Make `torch.save` and `copy.deepcopy` work for the values of a state dict. See `at_start` in `_compat.py`."""
         in_one_storage = [group.plan for group in self._unit.param_groups if group.plan.lives_in_unsharded]
         separates = len({plan.contract.stored for plan in in_one_storage}) > 1
         for name in module._parameters:
@@ -344,9 +344,9 @@ class _Hooks:
         self.before(module)
         if self._outermost is None:
             self._outermost = module
-            self._assigned.clear()  # left by a loading that raised
+            self._assigned.clear()  # left by a load that failed
             known = next((unit.params[0].dtensor.device_mesh for unit in units_in(module) if unit.params), None)
-            for key, value in state.items():  # all of them before any is loaded
+            for key, value in state.items():  # check all values before any is loaded
                 if isinstance(value, DTensor):
                     check_local_shard(clean_fqn(key), value, known)
         for name, param in module._parameters.items():
@@ -391,9 +391,9 @@ def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
     hooks = _Hooks(unit)
     for module in set(modules):
         module.register_state_dict_pre_hook(hooks.before_save)
-        handle = module.register_state_dict_post_hook(own_hook(partial(hooks.after)))  # torch sets an attribute of it
+        handle = module.register_state_dict_post_hook(own_hook(partial(hooks.after)))  # torch sets an attribute on it
         in_order: Any = module._state_dict_hooks
-        in_order.move_to_end(handle.id, last=False)  # hooks of the user may rename keys
+        in_order.move_to_end(handle.id, last=False)  # before hooks of the user, which may rename keys
         module.register_load_state_dict_pre_hook(hooks.before_load)
         module.register_load_state_dict_post_hook(hooks.after_load)
 

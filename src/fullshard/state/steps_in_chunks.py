@@ -49,7 +49,7 @@ from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
 from fullshard.state.optim_kinds import ChunkedSteps
 
-Key = tuple[int, str]  # the number of a parameter in its chunk, and the name of a state
+Key = tuple[int, str]  # the index of a parameter in its chunk, and the name of a state
 
 
 @dataclass(eq=False)
@@ -60,14 +60,14 @@ class _Chunk:
     scratch: Scratch
     disk_tensors: dict[Key, OnDisk] = field(default_factory=dict)  # all in one extent
     buffer: Tensor = field(default_factory=no_buffer)  # host memory that the extent is read into
-    block: Tensor = field(default_factory=no_buffer)  # the same data on the device that steps
+    block: Tensor = field(default_factory=no_buffer)  # the same data on the device that updates the chunk
     views: dict[Key, Tensor] = field(default_factory=dict)  # views of `block`, which the states hold during the step
     reading: DiskWork | None = None
     shards: ShardsInMemory | None = None  # shards on the disk, and their gradients, during the step
 
     @property
     def extent(self) -> Extent | None:
-        """The chunk's extent in the file, once it has states."""
+        """The chunk's extent in the file; None until it has states."""
         return next((stored.extent for stored in self.disk_tensors.values()), None)
 
     @property
@@ -197,14 +197,14 @@ class StatesOnDisk:
 
     @property
     def _managed(self) -> Iterator[Managed]:
-        """Yield the engine's entries for the parameters."""
+        """The engine's entries for the parameters."""
         return filter(None, (managed_by(param) for chunk in self._chunks for param in chunk.params))
 
     def write_all(self, optimizer: Optimizer) -> None:
         """Write all states that are in memory to the disk, such as those of a step that was not taken in chunks.
 
         Raises:
-            DiskError: a write failed on some rank.
+            DiskError: A write failed on some rank.
         """
         lacking = [
             (number, chunk)
@@ -314,7 +314,7 @@ class StatesOnDisk:
         if self._make_room(chunk, {key: _form(value._local_tensor) for key, value in states.items()}) or not filled:
             assert chunk.extent is not None
             nbytes = chunk.extent.nbytes
-            # The buffer of its turn has what the states hold at the moment, if they are filled.
+            # If states were read from the disk, they are still in this turn's buffer, so another one is needed.
             chunk.buffer = chunk.new_buffer(nbytes) if filled else self._take_buffer(chunk, number, nbytes)
             chunk.block = chunk.buffer.to(_device(chunk.disk_tensors))
             chunk.views = {key: stored.over(chunk.block) for key, stored in chunk.disk_tensors.items()}
@@ -432,7 +432,7 @@ class ShardsInMemory:
         return self._buffer.data[region.offset :][: region.end - region.start]
 
     def fill(self) -> None:
-        """Make their local tensors use memory with their values, which are undefined after a failed read."""
+        """Set the local tensors to views of the buffer, whose values are undefined after a failed read."""
         for tensor, stored in self._held:
             around = (region for region in self._regions if region.extent is stored.extent)
             inside = next(item for item in around if item.start <= stored.start <= item.end)

@@ -24,7 +24,7 @@ from fullshard.policy.arguments import check_callable, check_type, is_number
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 
-_STEP = 256  # bytes: where a tensor may start in a bucket, whatever its dtype
+_STEP = 256  # bytes: in a bucket, tensors start at multiples of this, which are aligned for every dtype
 
 
 def stream_weights(

@@ -98,7 +98,7 @@ def summon_full_params(
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     """Return the units that have parameters of `module`. Without `recurse`, return the unit of `module` only.
 
-    These include units outside of `module` that own tied weights, or that contain `module`.
+    The result includes units outside of `module` that own tied weights, or that contain `module`.
     """
     inner = unwrapped(module)
     found = units_in(module) if recurse else units_in(inner)[:1] if is_unit(inner) else []
@@ -127,7 +127,7 @@ def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
         unit.residency.end_summon()
         if wish.writeback:
             for whole, (param, first, first_version, version) in zip(present, summoned, strict=True):
-                is_unchanged = whole is first and whole._version == first_version  # unless it was written as `data`
+                is_unchanged = whole is first and whole._version == first_version  # writes to `data` are not detected
                 if param.is_encoded:
                     _check_unchanged(param, is_unchanged)
                     continue
@@ -146,7 +146,7 @@ def _summoned(param: ShardedParam, device: torch.device, transport: torch.device
     if grad is not None and grad.dtype != whole.dtype:
         whole.grad_dtype = grad.dtype
     whole.grad = None if grad is None else grad.to(device)
-    vars(whole).update(marks_of(param.sharded))  # marks that users left
+    vars(whole).update(marks_of(param.sharded))  # attributes that users have set
     return whole
 
 

@@ -12,7 +12,7 @@
 
     check_parity(make_model, make_batch, ranks=2).raise_if_different()
 
-Every call starts new processes, so tests do not affect each other by process groups, hooks or random state. The
+Every call starts new processes, so tests do not affect each other through process groups, hooks or random state. The
 processes are forked from a server that has imported torch: two ranks take less than a tenth of a second to start.
 """
 

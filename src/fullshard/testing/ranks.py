@@ -76,7 +76,7 @@ class RankFailure:
     traceback: str
 
 
-_Report = bytes | RankFailure  # a rank's result, dumped; or its failure
+_Report = bytes | RankFailure  # a rank's serialized result, or its failure
 
 
 class RanksFailed(FullshardError):  # noqa: N818  # says what happened, as torch's ProcessRaisedException does
@@ -380,7 +380,7 @@ def _exit_reason(code: int | None) -> str:
 
 def _rank_main(job: _Job, rank: int, port: int, trace: Path, connection: Connection) -> None:
     """Run one rank: execute each job and send a report, until the caller ends the process."""
-    # Otherwise each garbage collection visits the fork server's imports, which takes a fifth of a second and copies
+    # Without this, each garbage collection visits the fork server's imports, which takes a fifth of a second and copies
     # their pages.
     gc.freeze()
     with trace.open("w") as stacks:
@@ -395,7 +395,7 @@ def _rank_main(job: _Job, rank: int, port: int, trace: Path, connection: Connect
 
 
 def _report(job: _Job, rank: int, port: int, stacks: TextIO) -> _Report:
-    # If the caller is killed, it cannot stop this process.
+    # This ends the process if the caller was killed and cannot do so.
     faulthandler.dump_traceback_later(2 * job.timeout, exit=True, file=stacks)
     try:
         return _run(job, rank, port)

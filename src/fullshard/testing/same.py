@@ -1,4 +1,4 @@
-"""Comparison of two nestings of tensors, bit for bit."""
+"""Bitwise comparison of two nested structures of tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
-    """Raise an error unless both are the same nesting of dicts, lists and tuples with bitwise identical tensors.
+    """Raise an error unless both have the same structure of dicts, lists and tuples and bitwise identical tensors.
 
     Tensors must agree in dtype, shape and bits (`-0.0` is not `0.0`, and bits of NaNs must agree), but not in device,
     strides or `requires_grad`. A `DTensor` is compared by its full tensor, so all ranks of its mesh must call this, and

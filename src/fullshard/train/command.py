@@ -44,12 +44,12 @@ def _start_ranks(argv: Sequence[str]) -> int:
     saves = settings.checkpoints.checkpoint_every > 0
     argv = [*argv, "--out", str(out)]
     if settings.parallelism.on == "ray":
-        from fullshard.train.on_ray import run_on_ray  # late: Ray is optional
+        from fullshard.train.on_ray import run_on_ray  # imported here, because Ray is optional
 
         resume = ["--resume", AUTO] if saves and settings.checkpoints.resume is None else []
         return run_on_ray([*argv, *resume], ranks, address=settings.parallelism.ray_address, restarts=saves)
 
-    # Late: it is slow to import, and errors do not need it.
+    # Imported here, because this is slow, and not needed to report errors in the settings.
     from fullshard.train.launch import INTERRUPTED, launch
 
     code = launch("fullshard.cli", ["train", *argv], ranks, patience_s=PATIENCE_S if saves else 5)
@@ -77,7 +77,7 @@ def train_on_this_rank(argv: Sequence[str], *, has_group: bool = False) -> int:
     settings = resumed_settings(settings, rank.world)
     source = check(settings, rank.world, rank.machines)
 
-    from fullshard.train.loop import train  # late: it imports the engine
+    from fullshard.train.loop import train  # imported here, because it imports the engine
 
     records = settings.run.report and not settings.optimization.capture
     with nullcontext() if has_group else process_group(rank):

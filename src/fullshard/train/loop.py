@@ -80,7 +80,7 @@ def train(
     display = display_for(Console(emoji=False), shows=rank.leads)
     trainer = TrainingLoop(settings, rank, text, model, folder, display, records=records, predicts=predicts)
     if forecasting is not None:
-        peak.reset()  # a model may be created unsharded first
+        peak.reset()  # the memory of the model before sharding does not count
         trainer.prediction = RunPrediction(forecasting, peak)
     if settings.checkpoints.safety_copy_every:
         trainer.copies = SafetyCopies.kept_with(os.getppid())
@@ -303,7 +303,7 @@ class TrainingLoop:
         return part_of(self.settings.optimization, microbatch=microbatch, rank=rank.index, world=rank.world)
 
     def begin(self) -> int:
-        """Write the settings and the header of the metrics, show a heading, and return the completed steps."""
+        """Write the settings and the metrics' header, show a heading, and return the number of completed steps."""
         heading = Heading(
             strategy=self.settings.parallelism.strategy,
             ranks=self.rank.world,
@@ -438,7 +438,7 @@ class TrainingLoop:
         """Show a line with the loss at the first step, every `log_every` steps, and at the last step."""
         if not is_due(step, self.settings.run.log_every, self.settings.optimization.steps) and step != 1:
             return
-        with self.stopwatch.running():  # waits for the device, so it belongs to the time of the steps
+        with self.stopwatch.running():  # this waits for the steps on the device, so it counts as their time
             loss = mean_in_row_order(losses, self.sequences, self.rank)
         step_s = self.stopwatch.lap(step)
         tokens_per_s = self.sequences * self.settings.text.seq / step_s  # over all ranks
@@ -558,7 +558,7 @@ def agreed(value: T, rank: Rank) -> T:
 
 def agreed_text(source: TextSource, out: Path, rank: Rank) -> Text:
     """Return the text. One rank of every machine writes it before other ranks read it."""
-    cache = out / ".text"  # hidden, so that it is not text for a later run if this one is killed now
+    cache = out / ".text"  # hidden, so that a later run does not read it as text if this one is killed now
     do_together(lambda: None if rank.local_index else write_text(source, cache), rank.world)
     return do_together(lambda: write_text(source, cache), rank.world)
 

@@ -85,7 +85,7 @@ class GPT(nn.Module):
         turn = rotation(inputs.shape[1], self.shape.head_width, x)
         for block in self.blocks:
             if self.checkpoint_blocks and self.training:
-                x = checkpoint(block, x, turn, use_reentrant=False, preserve_rng_state=False)  # it draws no numbers
+                x = checkpoint(block, x, turn, use_reentrant=False, preserve_rng_state=False)  # blocks have no dropout
             else:
                 x = block(x, turn)
         scores: Tensor = self.head(self.norm(x))

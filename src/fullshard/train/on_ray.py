@@ -63,5 +63,5 @@ def run_on_ray(argv: Sequence[str], ranks: int, *, address: str | None, restarts
 def _train_on_this_worker(config: dict[str, Any]) -> None:
     from fullshard.train.command import train_on_this_rank
 
-    os.chdir(config["folder"])  # paths on the command line start there
+    os.chdir(config["folder"])  # paths on the command line are relative to it
     train_on_this_rank(config["argv"], has_group=True)

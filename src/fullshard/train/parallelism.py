@@ -40,7 +40,7 @@ def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> in
 
 
 def rows_of(settings: OptimizationSettings, world: int) -> int:
-    """Return the sequences of one microbatch over all ranks. The default is the first multiple of `world` above 15."""
+    """Return the sequences of one microbatch over all ranks. The default is the first multiple of `world` >= 16."""
     if settings.batch is None:
         return -(-DEFAULT_ROWS // world) * world
     if settings.batch < 1 or settings.batch % world:
@@ -74,7 +74,7 @@ def _sequences_in(settings: OptimizationSettings, batch: int) -> int:
 class BatchPart:
     """The sequences of one rank in one microbatch of a step."""
 
-    first: int  # the index of the first one within the step
+    first: int  # the index of the first sequence within the step
     rows: int  # their number, equal on every rank, because collectives require it
     counted: int  # the number without padding, which comes last
 
@@ -89,7 +89,7 @@ def part_of(settings: OptimizationSettings, *, microbatch: int, rank: int, world
 def adapt_to_ranks(settings: OptimizationSettings, *, before: int, world: int) -> OptimizationSettings:
     """Return settings for `world` ranks that give the same steps as `settings` with `before` ranks.
 
-    A step has the same number of sequences, and a rank's microbatches do not have more of them.
+    A step has the same number of sequences, and the microbatches of a rank are not larger.
     """
     if world == before:
         return settings

@@ -83,7 +83,7 @@ class RunPrediction:
 
 
 class DiskUse:
-    """Measures a rank's bytes on disk and disk traffic per step, in a dry run that calls `loss` for each microbatch.
+    """The bytes on disk and the disk traffic per step of a rank, from a dry run that calls `loss` for each microbatch.
 
     The dry run includes the choice of a budget and the offloaded activations.
     """
@@ -94,7 +94,7 @@ class DiskUse:
         self._before: Transfers = {}
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Return the loss of a microbatch. At the first one of the second step, the states have been offloaded."""
+        """Return the loss of a microbatch. When the second step begins, the states have been offloaded."""
         if self._calls == self._microbatches:
             self._before = transfers.total
             self._stored_bytes = predict_tiers(model)["disk"].total
@@ -118,7 +118,7 @@ class DiskUse:
 def disk_traffic(model: nn.Module, settings: TrainSettings) -> Traffic:
     """Return the disk traffic of a rank's states and parameters, computed by formula; empty for a budget.
 
-    It does not include activations. A budget chooses what is offloaded after the first step.
+    It does not include activations. With a budget, the choice of what to offload is made at the first step.
     """
     if settings.memory.offload_budget is not None:
         return Traffic(room_bytes=0, read_bytes=0, written_bytes=0)
@@ -249,7 +249,7 @@ def predicted(
     return predict(
         lambda mesh: shard(gpt(), settings, mesh, machine.device_type),
         lambda: torch.zeros((rows, settings.text.seq), dtype=torch.int64),
-        hardware=described or hardware("h100-80"),  # then the times are meaningless
+        hardware=described or hardware("h100-80"),  # without a description, times are meaningless
         streams="cpu" if machine.device_type == "cpu" else "gpu",
         world=machine.world,
         ranks_per_host=machine.local_world,

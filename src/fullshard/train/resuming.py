@@ -21,7 +21,7 @@ _FIXED = (
 
 
 def resumed_settings(settings: TrainSettings, world: int) -> TrainSettings:
-    """Return the settings of a run with --resume auto for `world` ranks, and other settings unchanged.
+    """Return the settings of a run with --resume auto, adapted to `world` ranks. Return others unchanged.
 
     If the run in --out exists, a step has the same sequences as before. Otherwise the batch is adapted to any number of
     ranks, since fewer ranks than intended may be available.

@@ -23,7 +23,7 @@ from fullshard.train.settings import TrainSettings
 METRICS, SETTINGS, SAMPLES, WEIGHTS = "metrics.jsonl", "settings.yaml", "samples.txt", "model.safetensors"
 CHECKPOINTS = "checkpoints"
 ANOTHER_OUT = "another --out"
-STOPPED = "stopped"  # the last line of the metrics of a run that is to be resumed
+STOPPED = "stopped"  # the kind of the last line of the metrics of a run that was stopped and can be resumed
 
 
 def check_out(out: Path, *, resumes: bool = False) -> None:

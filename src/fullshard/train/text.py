@@ -156,7 +156,7 @@ def window_start(seed: int, index: int, total_bytes: int, seq: int) -> int:
     """Return the start, in bytes, of the `index`-th window. Each epoch visits every window of `seq` bytes once.
 
     An epoch cuts the text at a random phase into n windows and visits them in the order a * k + b modulo n, with `a`
-    and `b` drawn from the seed and the epoch and `a` prime to n. Windows overlap by the one byte that is only a target.
+    and `b` drawn from the seed and the epoch and `a` coprime to n. Windows overlap by one byte, which is only a target.
     """
     windows = max(1, (total_bytes - 1) // seq - 1)
     epoch, k = divmod(index, windows)

@@ -50,7 +50,7 @@ class Accelerator:
         return self.device_name(self.current_device())
 
     def device(self, device_index: int | None = None) -> Any:
-        """Context manager that makes `device_index` the current device."""
+        """Context manager within which tensors are created on `device_index`. The current device does not change."""
         return torch.device(self.device_name(device_index))
 
     def set_device(self, device_index: int) -> None:
@@ -63,7 +63,7 @@ class Accelerator:
         return 1 if usual_device_type() == "cpu" else torch.accelerator.device_count()
 
     def is_available(self) -> bool:
-        """Return True: a CPU counts."""
+        """Return True: a CPU counts as a device."""
         return True
 
     def synchronize(self, device_index: int | None = None) -> None:

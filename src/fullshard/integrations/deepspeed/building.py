@@ -59,7 +59,7 @@ def _class_of(part: ConfigPart) -> tuple[Callable[..., Any], dict[str, Any]]:
         decoupled = arguments.pop("adam_w_mode", True) or name == "adamw"
         torchs = arguments.pop("torch_adam", False)
         arguments.pop("fp32_optimizer_states", None)  # moments are in the shards' dtype, which is float32
-        if not torchs:  # DeepSpeed's own kernel: other defaults than torch's class has
+        if not torchs:  # DeepSpeed's own kernel has other defaults than torch's class
             arguments = {"weight_decay": 0.0, **arguments}
             if not arguments.pop("bias_correction", True):
                 raise ConfigError(
@@ -118,7 +118,7 @@ def make_scheduler(optimizer: Optimizer | None, given: Any, part: ConfigPart | N
 def make_loader(
     data: Dataset[Any], batch_size: int, *, collate_fn: Callable[..., Any] | None, drop_last: bool, pin_memory: bool
 ) -> DataLoader[Any]:
-    """Return a loader of this rank's part of `data` without workers. All ranks use the same shuffle."""
+    """Return a loader, without workers, of this rank's part of the shuffled `data`; of all of an `IterableDataset`."""
     streams = isinstance(data, IterableDataset)
     sampler: DistributedSampler[Any] | None = None if streams else DistributedSampler(data)
     return DataLoader(

@@ -93,7 +93,7 @@ class Configuration:
     skips_overflows: bool = False
     always_norm: bool = True
     averages: bool = True
-    together: int | None = None  # adjacent ranks that keep secondary shards from forward to backward
+    together: int | None = None  # number of consecutive ranks that keep secondary shards from forward to backward
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     optimizer: ConfigPart | None = None
     scheduler: ConfigPart | None = None

@@ -119,7 +119,7 @@ class Engine(nn.Module):
         self._trained()
         if scale_wrt_gas:
             loss = loss / self._sizes.microbatches
-        if self._settings.stage < 2:  # unsharded gradients need one reduction per step
+        if self._settings.stage < 2:  # accumulated unsharded gradients need only one reduction per step
             self._sharded.set_requires_gradient_sync(self.is_gradient_accumulation_boundary() and not self._separate)
         (loss * self._loss_scale.scale).backward(retain_graph=retain_graph)
         self._backwards += 1
@@ -202,7 +202,7 @@ class Engine(nn.Module):
 
     # -- accumulation -------------------------------------------------------------------------------------------------
 
-    _separate = False  # within no_sync()
+    _separate = False  # True within no_sync()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True if the current microbatch is the last of its step."""
@@ -238,7 +238,7 @@ class Engine(nn.Module):
             train_batch_size: The number of samples per step over all ranks.
 
         Raises:
-            ConfigError: The number is not divisible in this way.
+            ConfigError: It is not a multiple of the microbatch size times the number of ranks.
         """
         self._sizes = BatchSizes.resolve(train_batch_size, self._sizes.microbatch, None, self.world_size)
 
@@ -246,7 +246,7 @@ class Engine(nn.Module):
         """Drop all gradients of the model."""
         self.module.zero_grad(set_to_none=set_to_none)
 
-    # -- figures and settings -----------------------------------------------------------------------------------------
+    # -- numbers and settings -----------------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
@@ -317,8 +317,8 @@ class Engine(nn.Module):
 
         Args:
             dataset: The samples.
-            batch_size: The number of samples in a batch. If None, those of a microbatch.
-            collate_fn: Makes a batch of samples. If None, torch's own.
+            batch_size: The number of samples in a batch. If None, the microbatch size.
+            collate_fn: Merges samples into a batch. If None, that of `initialize`, or else torch's own.
         """
         return make_loader(
             dataset,
@@ -424,7 +424,7 @@ class Engine(nn.Module):
         microbatch is the first of its step: gradients of an unfinished step are dropped.
 
         Args:
-            load_dir: The folder of the save.
+            load_dir: The `save_dir` of `save_checkpoint`.
             tag: The name of the checkpoint. If None, the latest.
             load_module_strict: Must be True.
             load_optimizer_states: Whether to load the optimizer.
@@ -436,7 +436,8 @@ class Engine(nn.Module):
             The path of the checkpoint and the client state; (None, None) if there is none in `load_dir`.
 
         Raises:
-            CheckpointError: It is damaged, does not match, or is DeepSpeed's. The same error is raised on every rank.
+            CheckpointError: It is damaged, does not match, or was written by DeepSpeed. The same error is raised on
+                every rank.
             ConfigError: An argument is not supported.
         """
         if not load_module_strict or custom_load_fn is not None:

@@ -95,7 +95,7 @@ class _Read:
     @property
     def stage(self) -> int:
         """The ZeRO stage."""
-        return int(self.optimizers[0].get("zero_stage", 1))  # one optimizer of stage 1 does not say
+        return int(self.optimizers[0].get("zero_stage", 1))  # one of DeepSpeed's stage 1 optimizers does not save it
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: it cannot be read ({error}). Copy the file again.") from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}. Copy the file again.") from None
-    except Exception as error:  # whatever bytes can make torch raise
+    except Exception as error:  # damaged bytes can make torch raise any error
         raise CheckpointError(
             f"{path}: it cannot be read without executing code ({reason_of(error)}). Nothing in it was executed. "
             "Save it with plain values in client_state."
@@ -214,7 +214,7 @@ _CLASSES = (
 
 @contextmanager
 def _knowing_deepspeeds_classes() -> Iterator[None]:
-    """Context manager within which torch loads stand-ins for those classes. Each stand-in must be a separate class."""
+    """Context manager within which torch loads stand-ins for `_CLASSES`. Each stand-in must be a separate class."""
     placeholders: list[Any] = [(type(name.rpartition(".")[2], (_Placeholder,), {}), name) for name in _CLASSES]
     with torch.serialization.safe_globals(placeholders):
         yield
@@ -249,7 +249,7 @@ def _plain_weights(read: _Read) -> dict[str, Tensor]:
     buffers = set(first["buffer_names"])
     found = {}
     for name, value in first["module"].items():
-        if name in buffers or value.numel():  # stage 3 has nothing in the place of a parameter
+        if name in buffers or value.numel():  # stage 3 saves an empty tensor for a parameter
             found[name] = value if name in buffers else _float(value)
     if read.stage == 3:
         for name, shape in (first.get("frozen_param_shapes") or {}).items():
@@ -280,7 +280,7 @@ class _PartitionLayout:
     stage: int
     ranks: int
     shapes: Sequence[Mapping[str, Sequence[int]]]  # by group, in order
-    paddings: Sequence[Sequence[int]] | None  # elements after each parameter, by group
+    paddings: Sequence[Sequence[int]] | None  # padding elements after each parameter, by group
 
     def whole(self, partitions: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
         """Combine the partitions of all ranks, by group, into full parameters by FQN, or states of their shapes."""
@@ -331,7 +331,7 @@ def _optimizer(read: _Read, layout: _PartitionLayout) -> dict[str, Any]:
         kept = {name: value for name, value in options.items() if name not in ("params", "step", "bias_correction")}
         fqns = [name for number in options["params"] for name in layout.shapes[number]]
         groups.append({**kept, "params": fqns})
-        if "step" in options:  # DeepSpeed's own Adam counts for the group
+        if "step" in options:  # DeepSpeed's own Adam counts steps per group
             for fqn in fqns:
                 named[fqn]["step"] = _counter(options["step"])
     present = states[0]["state"]
@@ -348,7 +348,7 @@ def _optimizer(read: _Read, layout: _PartitionLayout) -> dict[str, Any]:
 
 
 def _moments(read: _Read, layout: _PartitionLayout, values: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Return unsharded states divided like the weights. The last rank's continue where weights were left out."""
+    """Return the full states, from states that are divided like the weights. Those of the last rank may be padded."""
     masters = _masters(read)
     for rank, of_rank in enumerate(values):
         for number, value in enumerate(of_rank):

@@ -389,7 +389,7 @@ def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield path, value
         elif isinstance(value, Mapping | None) and any(known.startswith(f"{path}.") for known in KEYS):
             yield from leaves(value or {}, f"{path}.")
-        elif not (off and f"{prefix}enabled" in KEYS):  # keys of a section that is off ask for nothing
+        elif not (off and f"{prefix}enabled" in KEYS):  # keys of a disabled section have no effect
             yield path, value
 
 

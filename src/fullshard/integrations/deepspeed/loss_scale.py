@@ -13,7 +13,7 @@ class LossScale:
     """The loss scale. By default it is always 1."""
 
     scale: float = 1.0
-    adapts: bool = False  # whether it changes after overflows. The other arguments require this
+    adapts: bool = False  # whether it changes after overflows. Otherwise the other arguments have no effect
     window: int = 1000  # steps without an overflow until it is doubled
     hysteresis: int = 2  # overflows until it is halved, including the last one
     # Whether each step without an overflow resets the count of overflows; otherwise a doubling resets it.
@@ -26,7 +26,7 @@ class LossScale:
         self._patience = self.hysteresis
 
     def update(self, overflowed: bool) -> None:
-        """Adapt the scale after a step. `overflowed` tells whether its gradients had an overflow.
+        """Adapt the scale after a step. `overflowed` is True if its gradients had an overflow.
 
         Raises:
             StateError: The gradients had an overflow, and the scale is already at its minimum.

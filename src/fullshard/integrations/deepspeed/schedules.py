@@ -216,8 +216,8 @@ class LRRangeTest(Schedule):
 class OneCycle(Schedule):
     """A cycle from `cycle_min_lr` up to `cycle_max_lr` and down again, followed by a decay.
 
-    Momentum moves in the opposite direction. It is the first value of the optimizer's `betas`. The momentum of an
-    optimizer without `betas` does not change.
+    Momentum moves in the opposite direction. It is the first value of the optimizer's `betas`; the second becomes 0.99.
+    The momentum of an optimizer without `betas` does not change.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class OneCycle(Schedule):
             group["betas"] = (momentum, 0.99)
 
     def _decayed(self) -> float | None:
-        """The number of completed decay intervals; None within the cycle."""
+        """Return the decay intervals since the end of the cycle, as a fraction; None within the cycle."""
         after = self.last_batch_iteration - (self._up + self._down)
         if after < 0:
             return None

@@ -43,7 +43,7 @@ def initialize(
     *,
     auto_wrap_policy: AutoWrapPolicy | None = None,
 ) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, Any]:
-    """Create an engine that trains `model` according to a DeepSpeed configuration, its optimizer, loader and scheduler.
+    """Create an engine, optimizer, loader and scheduler that train `model` according to a DeepSpeed configuration.
 
     The model is sharded in place according to the ZeRO stage. Every rank receives the first rank's values.
 
@@ -56,7 +56,7 @@ def initialize(
         lr_scheduler: A scheduler, or a function that creates one from an optimizer, instead of the configuration's.
         distributed_port: Must be None: the launcher chooses it.
         mpu: Must be None: model parallelism is not supported.
-        dist_init_required: Whether to create the process group. If None, it is created unless there is one.
+        dist_init_required: Has no effect: the process group is created unless there is one.
         collate_fn: Merges samples into a batch.
         config: A path or a dict.
         mesh_param: Must be None: all ranks are data parallel.
@@ -109,7 +109,7 @@ def _shard(model: nn.Module, settings: Configuration, device: torch.device, poli
             "the model passed to initialize is already sharded, at least in part. Pass a plain model: the ZeRO stage "
             "of the configuration defines how it is sharded, and auto_wrap_policy= chooses the units."
         )
-    if settings.low_precision:  # the optimizer steps float32 values for any dtype of the model
+    if settings.low_precision:  # the optimizer updates float32 values, whatever the dtype of the model
         for param in model.parameters():
             if is_castable(param.dtype):
                 param.data = param.data.float()

@@ -46,7 +46,7 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     memory.
 
     Args:
-        params: Parameters of a sharded model. Other parameters in it are ignored.
+        params: Parameters of a sharded model. Those that are not sharded are ignored.
         modifier_rank: The rank, among those that the model is sharded over, whose changes all ranks keep. If None,
             changes are lost.
         fwd_module: Must be None: forwards gather parameters themselves.
@@ -54,7 +54,7 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
 
     Raises:
         ConfigError: `fwd_module` was given.
-        StateError: A parameter is in forward or backward.
+        StateError: A unit of these parameters is in forward or backward.
     """
     if fwd_module is not None:
         raise ConfigError(
@@ -63,7 +63,7 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
         )
     given = [params] if isinstance(params, nn.Parameter) else list(params)
     found = {id(item): item for item in map(managed_by, given) if item is not None} if enabled else {}
-    gathered = [item for item in found.values() if item.param.shown is item.param.sharded]  # others are whole already
+    gathered = [item for item in found.values() if item.param.shown is item.param.sharded]  # others are unsharded
     if modifier_rank is not None:
         for item in gathered:
             _coordinates(item, modifier_rank)
@@ -93,12 +93,12 @@ def _show_whole(item: Managed) -> tuple[nn.Parameter, nn.Parameter]:
     """Return the parameter in the modules, and the previous content of the user's object, which is now unsharded."""
     item.unit.residency.reshard()
     param, trained = item.param, item.param.sharded.requires_grad
-    shard = dtensor_like(param.local.to(item.unit.device), param.dtensor)  # which may be offloaded
+    shard = dtensor_like(param.local.to(item.unit.device), param.dtensor)  # shards may be offloaded
     whole = nn.Parameter(full_copy(shard), requires_grad=trained)
     mesh = param.dtensor.device_mesh
     replicated = make_dtensor(whole.detach(), mesh, (Replicate(),) * mesh.ndim, tuple(whole.shape))
     content = nn.Parameter(replicated, requires_grad=trained)
-    vars(content).update(marks_of(param.sharded))  # marks that users left
+    vars(content).update(marks_of(param.sharded))  # attributes that users have set
     torch.utils.swap_tensors(param.sharded, content)
     param.show(whole)
     return whole, content

@@ -28,7 +28,7 @@ class BatchArgument(Enum):
 
 
 def argument_of(make_batch: Callable[..., Any]) -> BatchArgument:
-    """Return the kind of argument: the rows if the first dim of any tensor is proportional to the argument."""
+    """Return the kind of argument: the number of rows if it scales the first dim of any tensor."""
     if mismatch(make_batch, (1,), {}) is not None:
         return BatchArgument.NOTHING
     try:

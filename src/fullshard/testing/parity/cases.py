@@ -54,7 +54,7 @@ class Case:
         return _mesh(outer=self.world // self.axes.cp, cp=self.axes.cp)["cp"]
 
     def expert_mesh(self) -> DeviceMesh:
-        """Return the mesh of all processes, with the shard axis split into same and different experts."""
+        """Return the mesh of all processes, with the shard axis split into `efsdp` (same experts) and `ep` (others)."""
         outer, ep = self.axes.pp * self.axes.tp, self.axes.ep
         return _mesh(outer=outer, replicate=self.replicas, efsdp=self.shards // ep, ep=ep)
 
@@ -80,7 +80,7 @@ class Case:
 def cases_of(
     ranks: Sequence[int], strategies: Sequence[str] | None, replicas: int, axes: ParallelAxes = NO_AXES
 ) -> list[Case]:
-    """Return the strategies for each number of ranks, grouped by mesh shape. If None, return all possible ones."""
+    """Return the strategies for each number of ranks, grouped by mesh shape; all possible ones if None."""
     if not ranks or min(ranks) < 1:
         listed = ",".join(map(str, ranks)) or "nothing"
         raise ConfigError(f"ranks={listed}: at least one rank is needed.")

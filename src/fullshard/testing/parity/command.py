@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def shown(rows: Iterable[ParityRow], cases: Sequence[Case], console: Console) -> Iterator[ParityRow]:
-    """Yield `rows` as they arrive, one per case in `cases`. Show a progress bar on a terminal, else lines."""
+    """Yield the `rows` of `cases` as they arrive. Show a progress bar on a terminal, else lines."""
     if not console.is_terminal:
         for row in rows:
             console.print(str(row), markup=False, highlight=False, soft_wrap=True)

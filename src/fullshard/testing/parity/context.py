@@ -106,7 +106,7 @@ def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _Gathered(torch.autograd.Function):
-    """All-gather the parts along the second last dim. The gradient is the sum over all ranks in rank order."""
+    """All-gather the parts along the second-to-last dim. The gradient is the sum over all ranks in rank order."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -43,7 +43,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between tensors, initially none."""
+    """The difference between tensors. By default there is none."""
 
     largest: float = 0.0  # of an element; infinite for NaN, and for a missing tensor or a different shape or dtype
     is_bit_for_bit: bool = True
@@ -67,7 +67,7 @@ class Difference:
         return cls(largest, is_bit_for_bit=False, is_tolerated=is_tolerated)
 
     def __or__(self, other: Difference) -> Difference:
-        """Return the larger of the two."""
+        """Return the larger difference. The flags are True only if both are."""
         return Difference(
             max(self.largest, other.largest),
             self.is_bit_for_bit and other.is_bit_for_bit,
@@ -99,7 +99,7 @@ class ParityFinding:
 
     @property
     def _order(self) -> tuple[bool, bool, int, int, int]:
-        """The sort key: differences beyond the tolerance first, then those of parameters, then the earliest."""
+        """The sort key: differences beyond the tolerance first, then parameters and gradients, then the earliest."""
         is_of_parameter = self.kind in (Kind.GRADIENT, Kind.PARAMETER)
         return (self.difference.is_tolerated, not is_of_parameter, self.step, self.place, self.rank)
 

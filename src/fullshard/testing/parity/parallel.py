@@ -80,7 +80,7 @@ class Parallelism(ParallelAxes):
             the plan of a transformers model.
 
     Raises:
-        ConfigError: A size is below 1, or its required argument is missing.
+        ConfigError: A size is below 1 or lacks its required argument, or the schedule is unknown.
     """
 
     blocks: str | None = None

@@ -24,7 +24,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 _LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.05}
-_UNITS = 10  # by default a unit has at least this fraction of the parameters
+_UNITS = 10  # by default a unit has at least 1 / _UNITS of the parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Recipe:
         return argument_of(self.make_batch)
 
     def _batch(self, number: int) -> Any:
-        argument = self._batch_argument  # calls `make_batch`, so it comes before the seed
+        argument = self._batch_argument  # calls `make_batch`, so this must precede seeding
         _seed(self.seed + 1 + number)
         values = {BatchArgument.ROWS: (self.rows,), BatchArgument.NUMBER: (number,)}.get(argument, ())
         batch = self.make_batch(*values)

@@ -92,7 +92,7 @@ class ParityRow:
 
     @property
     def cells(self) -> list[str]:
-        """The row of the table."""
+        """The cells of this row of the table."""
         numbers = [f"{difference.largest:.2g}" for difference in self.differences]
         ranks = str(self.ranks) if self.replicas == 1 else f"{self.replicas} x {self.ranks // self.replicas}"
         ranks += f", {self.axes}" if str(self.axes) else ""
@@ -181,7 +181,7 @@ class ParityReport:
 
     @property
     def stated(self) -> str:
-        """Return the messages of ranks that could not train, and the verdict in one line."""
+        """The messages of ranks that could not train, and the verdict in one line."""
         titles: dict[str, list[str]] = {}
         for row in self.rows:
             if row.failure:

@@ -48,7 +48,7 @@ def norm_of_all(norms: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip(grads: Sequence[Tensor], norm: Tensor, largest: float) -> None:
-    """Scale `grads` so that their total norm `norm` is at most `largest`."""
+    """Scale `grads`, whose total norm is `norm`, so that it is at most `largest`. 0 disables clipping."""
     coefficient = torch.clamp((largest or math.inf) / (norm + 1e-6), max=1.0)
     for grad in grads:
         grad.mul_(coefficient)
@@ -201,8 +201,8 @@ class Stage(nn.Module):
         recipe.cast_inputs(model)
 
     def begin_with_received(self) -> None:
-        """Pass the received tensors to the first block. Call this after that has become a unit, so this hook runs
-        first.
+        """Pass the received tensors to the first block. Call this after that block has become a unit, so that this
+        hook runs first.
         """
 
         def replace(module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -246,7 +246,7 @@ def _tuple(given: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
 
 
 def _detach_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Replace parameters of modules that run before a stage's own blocks by their initial values."""
+    """Replace parameters of other stages by their initial values. Modules before its own blocks use these."""
     for name in names:
         path, _, attribute = name.rpartition(".")
         try:

@@ -1,7 +1,7 @@
 """Training with other parallelisms and without sharding, as a reference for sharded training.
 
-Tensor, context and expert parallelism sum in a different order than one process, so gradients differ by rounding. So
-two comparisons are made. The ranks of the mesh, without its pipeline, train with unsharded parameters on each
+Tensor, context and expert parallelism sum in a different order than one process, so gradients differ by rounding.
+Therefore two comparisons are made. The ranks of the mesh, without its pipeline, train with unsharded parameters on each
 data-parallel rank, and a loop averages gradients in the engine's order. Sharded training must give the same bits. The
 first step of unsharded training is compared with the plain process, up to rounding.
 """
@@ -41,7 +41,7 @@ class Divided:
         self.mesh = case.mesh()
         self.sparse = case.expert_mesh() if axes.ep > 1 else None
         self.context = case.context_mesh() if axes.cp > 1 else None
-        self.rank = dist.get_rank() % (case.ranks * axes.cp) // axes.cp  # of data
+        self.rank = dist.get_rank() % (case.ranks * axes.cp) // axes.cp  # among the data-parallel ranks
         self.context_rank = dist.get_rank() % axes.cp
 
     def model(self) -> nn.Module:
@@ -182,7 +182,7 @@ def _write(trace: Trace, number: int, step: Step) -> None:
 
 def _compare(compared: Compared, step: Step, expected: Step) -> None:
     for number, loss in expected.losses.items():
-        compared.add(Kind.LOSS, str(number), 1, step.losses[number].mean(), loss)  # of the parts of a sequence
+        compared.add(Kind.LOSS, str(number), 1, step.losses[number].mean(), loss)  # mean over the parts of a sequence
     for name, gradient in expected.gradients.items():
         compared.add(Kind.GRADIENT, name, 1, step.gradients.get(name), gradient)
     compared.add(Kind.GRADIENT_NORM, "", 1, step.norm, expected.norm)
