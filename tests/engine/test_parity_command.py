@@ -32,7 +32,7 @@ from fullshard.cli import main
 from fullshard.comm import pairwise, shared_memory
 from fullshard.testing import Parallelism, ParityReport, ParityRow, RanksFailed, assert_same, check_parity
 from fullshard.testing.parity.batches import BatchArgument, argument_of
-from fullshard.testing.parity.cases import Case, cases_of
+from fullshard.testing.parity.cases import NOT_SHARDED, Case, cases_of
 from fullshard.testing.parity.command import shown
 from fullshard.testing.parity.difference import Compared, Difference, Kind, ParityFinding, Tolerance
 from fullshard.testing.parity.plain import train_plain
@@ -509,14 +509,15 @@ def test_first_difference_prefers_untolerated_then_parameter_then_earliest():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_command_shows_each_row_immediately(terminal):
     cases = cases_of((2,), ("zero1", "zero3"), 2)
-    rows = [ParityRow.of(cases[0], []), ParityRow.failed(cases[1], "ValueError: no")]
+    bare = ParityRow.of(Case(NOT_SHARDED, 2, 1), [])  # on meshes of several axes, not one of the cases
+    rows = [bare, ParityRow.of(cases[0], []), ParityRow.failed(cases[1], "ValueError: no")]
     console = Console(file=io.StringIO(), force_terminal=terminal, width=60)
     assert list(shown(iter(rows), cases, console)) == rows
     stated = re.sub(r"\x1b\[[\d?;]*\w", "", console.file.getvalue())
     if terminal:
-        assert "2/2 zero3, 2 ranks" in stated
+        assert "0/2 zero1, 2 ranks" in stated and "2/2 zero3, 2 ranks" in stated and "3/2" not in stated
     else:
-        assert stated == "zero1, 2 ranks: the same bits\nzero3, 2 ranks: failed\n"
+        assert stated == f"{bare}\nzero1, 2 ranks: the same bits\nzero3, 2 ranks: failed\n"
 
 
 def test_row_states_that_difference_is_within_tolerance():

@@ -5,6 +5,7 @@ More of them, under every strategy, in `test_composition.py`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from fullshard.testing import Parallelism, ParityReport, check_parity
+from fullshard.testing.parity import stages
 from fullshard.wrap import ModuleWrapPolicy
 
 WIDTH, LENGTH, LETTERS = experts.WIDTH, 8, 11
@@ -122,3 +124,9 @@ def test_report_detects_positions_restarted_on_each_sequence_chunk():
     first = report.rows[0].first
     assert first is not None
     assert first.name == "embed.weight"
+
+
+def test_parameter_without_gradient_is_in_the_stage_of_its_named_block():
+    model = nn.ModuleDict({"blocks": nn.Sequential(OrderedDict((name, nn.Linear(1, 1)) for name in "abc"))})
+    names = [name for name, _ in model.named_parameters() if name.endswith("bias")]
+    assert [stages._stage_by_name(name, model, "blocks", [0, 2]) for name in names] == [0, 0, 1]

@@ -294,6 +294,7 @@ def test_buffer_memory_is_independent_of_disk_speed(doings):
         (["/ / rw - ext4", "/ /dat rw - tmpfs"], "/data/run", "ext4", None),
         (["/ /data rw - nfs4", "/ / rw - ext4"], "/data/run", "nfs4", "cross a network"),
         (["/ / rw - ext4", r"/ /my\040data rw shared:1 - fuse.sshfs"], "/my data", "fuse.sshfs", "cross a network"),
+        (["/ / rw - ext4", "/ /dätä rw - nfs4"], "/dätä/run", "nfs4", "cross a network"),
         (["/ /data rw - tmpfs", "/ /data rw - xfs"], "/data/run", "xfs", None),
         ([], "/data", None, None),
     ],

@@ -25,7 +25,7 @@ from fullshard.train.check import check
 from fullshard.train.loop import TrainingLoop, train
 from fullshard.train.options import parse_settings
 from fullshard.train.parallelism import adapt_to_ranks, part_of, rows_of, sequences_of
-from fullshard.train.resuming import resumed_settings
+from fullshard.train.resuming import options_after_restart, resumed_settings
 from fullshard.train.run_folder import METRICS
 from fullshard.train.settings import OptimizationSettings
 from fullshard.train.stopping import PREEMPTED
@@ -91,6 +91,17 @@ def test_stopped_run_resumes_with_identical_weights_and_metrics(whole, tmp_path)
     assert [line for line in metrics(tmp_path) if line["kind"] == "resume"] == [
         {"kind": "resume", "step": 2, "world": 2, "from": str(tmp_path / "checkpoints" / "step-000000002")}
     ]
+
+
+@pytest.mark.slow
+def test_restarted_ranks_of_a_forked_run_resume_from_its_own_checkpoint(whole, tmp_path):
+    """The run began with the checkpoint of another run. Its options have not changed."""
+    ran(2, tmp_path / "other", stop_at=2)
+    options = ["--resume", str(tmp_path / "other" / "checkpoints" / "step-000000001")]
+    assert options_after_restart(options, tmp_path / "run") == options
+    ran(2, tmp_path / "run", *options, stop_at=3)
+    ran(2, tmp_path / "run", *options_after_restart(options, tmp_path / "run"))
+    assert_same(weights(tmp_path / "run"), weights(whole))
 
 
 @pytest.mark.slow

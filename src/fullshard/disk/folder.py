@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ def mount_of(folder: Path) -> Mount | None:
     found = None
     for line in lines:  # the last mount at one point hides earlier ones
         # Number, parent, device, root, point, options, tags until "-", kind, source, options. A space is written \040.
-        point = line.split(" ")[4].encode().decode("unicode_escape")
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[4])
         mount = Mount(Path(point), line.partition(" - ")[2].split(" ")[0])
         if path.is_relative_to(mount.point) and (found is None or mount.point.is_relative_to(found.point)):
             found = mount

@@ -125,7 +125,7 @@ def tiers_of(units: Sequence[Unit]) -> dict[Unit, str]:
     """
     ordered = sorted(units, key=lambda unit: unit.is_root)
     tiers: dict[Unit, str] = {}
-    for fractions in {tuple(sorted(unit.options.activations.items())) for unit in units}:
+    for fractions in dict.fromkeys(tuple(sorted(unit.options.activations.items())) for unit in units):
         identical = [unit for unit in ordered if tuple(sorted(unit.options.activations.items())) == fractions]
         share = dict(fractions)
         for number, unit in enumerate(identical):

@@ -47,7 +47,7 @@ def _start_ranks(argv: Sequence[str]) -> int:
         from fullshard.train.on_ray import run_on_ray  # imported here, because Ray is optional
 
         resume = ["--resume", AUTO] if saves and settings.checkpoints.resume is None else []
-        return run_on_ray([*argv, *resume], ranks, address=settings.parallelism.ray_address, restarts=saves)
+        return run_on_ray([*argv, *resume], ranks, out, address=settings.parallelism.ray_address, restarts=saves)
 
     # Imported here, because this is slow, and not needed to report errors in the settings.
     from fullshard.train.launch import INTERRUPTED, launch

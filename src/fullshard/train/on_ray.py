@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from fullshard.errors import ConfigError
+from fullshard.train.resuming import options_after_restart
 from fullshard.versions import require
 
 require("ray", "2.51", extra="ray")
@@ -21,12 +23,13 @@ from ray.train.v2.api.exceptions import TrainingFailedError  # noqa: E402
 _RESTARTS = 3  # the maximum number of restarts after ranks are lost
 
 
-def run_on_ray(argv: Sequence[str], ranks: int, *, address: str | None, restarts: bool) -> int:
+def run_on_ray(argv: Sequence[str], ranks: int, out: Path, *, address: str | None, restarts: bool) -> int:
     """Run `fullshard train argv` as `ranks` workers of Ray Train and return the exit code.
 
     Args:
         argv: The options of the trainer, as for any rank.
         ranks: The number of workers. Each has a core, or a GPU if the cluster has any.
+        out: The folder of the run.
         address: The address of a cluster. If None, the address in `RAY_ADDRESS`, or a new cluster on this machine.
         restarts: Whether to restart lost workers, up to three times, from the newest checkpoint.
 
@@ -47,7 +50,7 @@ def run_on_ray(argv: Sequence[str], ranks: int, *, address: str | None, restarts
             )
         trainer = TorchTrainer(
             _train_on_this_worker,
-            train_loop_config={"argv": list(argv), "folder": os.getcwd()},
+            train_loop_config={"argv": list(argv), "out": str(out), "folder": os.getcwd()},
             scaling_config=ScalingConfig(num_workers=ranks, use_gpu=kind == "GPU"),
             run_config=RunConfig(failure_config=FailureConfig(max_failures=_RESTARTS if restarts else 0)),
         )
@@ -64,4 +67,4 @@ def _train_on_this_worker(config: dict[str, Any]) -> None:
     from fullshard.train.command import train_on_this_rank
 
     os.chdir(config["folder"])  # paths on the command line are relative to it
-    train_on_this_rank(config["argv"], has_group=True)
+    train_on_this_rank(options_after_restart(config["argv"], Path(config["out"])), has_group=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeGuard
 
+from fullshard.checkpoint.loading import latest
 from fullshard.errors import ConfigError
 from fullshard.train.parallelism import adapt_batch, adapt_to_ranks, sequences_of
-from fullshard.train.run_folder import METRICS, lines_of
+from fullshard.train.run_folder import CHECKPOINTS, METRICS, lines_of
 from fullshard.train.schedule import peak_lr
 from fullshard.train.settings import OptimizationSettings, TrainSettings
 
@@ -64,6 +67,14 @@ def resumed_settings(settings: TrainSettings, world: int) -> TrainSettings:
     adapted = adapt_to_ranks(previous, before=before, world=world)
     optimization = replace(current, **{name: getattr(adapted, name) for name in names})
     return replace(settings, optimization=optimization)
+
+
+def options_after_restart(argv: Sequence[str], out: Path) -> list[str]:
+    """Return `argv`, with `--resume auto` if the run in `out` has a checkpoint: a restarted rank continues from it.
+
+    Without a checkpoint, a run that began with `--resume PATH` cannot be continued, and `argv` leads to an error.
+    """
+    return [*argv, "--resume", AUTO] if latest(out / CHECKPOINTS) is not None else list(argv)
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -50,8 +50,9 @@ class Accelerator:
         return self.device_name(self.current_device())
 
     def device(self, device_index: int | None = None) -> Any:
-        """Context manager within which tensors are created on `device_index`. The current device does not change."""
-        return torch.device(self.device_name(device_index))
+        """Context manager within which `device_index` is the current device. A CPU has only one."""
+        kind = usual_device_type()
+        return torch.device(kind) if kind == "cpu" else torch.get_device_module(kind).device(device_index)
 
     def set_device(self, device_index: int) -> None:
         """Make `device_index` the current device. A CPU has only one."""

@@ -486,7 +486,8 @@ class Engine(nn.Module):
             save_filename: The name of the file.
             exclude_frozen_parameters: Whether to leave out parameters that are not trained.
         """
-        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        named = self.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, param in named if not param.requires_grad}
         ranks, path = default_ranks(), Path(save_dir) / save_filename
         weights: dict[str, Tensor] = {}
         for name, value in model_state(self.module).items():

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fullshard.command_line import Command, check_writable, dumps_with_options
 from fullshard.regular_files import writing
-from fullshard.testing.parity.cases import Case
+from fullshard.testing.parity.cases import NOT_SHARDED, Case
 from fullshard.testing.parity.check import rows_of
 from fullshard.testing.parity.report import WIDTH, ParityReport, ParityRow
 from fullshard.testing.parity.settings import ParitySettings
@@ -61,6 +61,8 @@ def shown(rows: Iterable[ParityRow], cases: Sequence[Case], console: Console) ->
     columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True, expand=True) as progress:
         task = progress.add_task(str(cases[0]), total=len(cases))
-        for done, row in enumerate(rows, start=1):
+        done = 0
+        for row in rows:
+            done += row.strategy != NOT_SHARDED
             progress.update(task, completed=done, description=str(cases[min(done, len(cases) - 1)]))
             yield row

@@ -65,7 +65,7 @@ def find_cut(recipe: Recipe, model: nn.Module) -> Cut:
     used = trial.run(recipe)
     stage_of = {}
     for name in names:
-        stages = used[name] or {_stage_by_name(name, recipe.parallelism.blocks or "", firsts)}
+        stages = used[name] or {_stage_by_name(name, model, recipe.parallelism.blocks or "", firsts)}
         if len(stages) > 1:
             listed = " and ".join(str(stage) for stage in sorted(stages))
             raise ConfigError(
@@ -102,11 +102,11 @@ def _blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
     return list(found)
 
 
-def _stage_by_name(name: str, blocks: str, firsts: Sequence[int]) -> int:
+def _stage_by_name(name: str, model: nn.Module, blocks: str, firsts: Sequence[int]) -> int:
     """Return the stage of a parameter that has no gradient: the stage of its block, or else the first stage."""
     if not name.startswith(f"{blocks}."):
         return 0
-    number = int(name.removeprefix(f"{blocks}.").split(".")[0])
+    number = list(model.get_submodule(blocks)._modules).index(name.removeprefix(f"{blocks}.").split(".")[0])
     return max(stage for stage, first in enumerate(firsts) if first <= number)
 
 
