@@ -27,6 +27,7 @@ from fullshard.disk.interface import ALIGNMENT, aligned
 from fullshard.disk.prediction import Traffic, floored, predict_load
 from fullshard.disk.space import Scratch
 from fullshard.disk.tensors import OnDisk
+from fullshard.testing import assert_same
 
 IN_MEMORY = Path("/dev/shm")
 
@@ -496,7 +497,8 @@ VIEWS = st.lists(
     st.tuples(st.just("narrow"), st.integers(0, 2), st.integers(0, 3), st.integers(1, 3))
     | st.tuples(st.just("select"), st.integers(0, 2), st.integers(0, 3), st.just(0))
     | st.tuples(st.just("transpose"), st.integers(0, 2), st.integers(0, 2), st.just(0))
-    | st.tuples(st.just("flatten"), st.just(0), st.just(0), st.just(0)),
+    | st.tuples(st.just("flatten"), st.just(0), st.just(0), st.just(0))
+    | st.tuples(st.just("dtype"), st.integers(0, 3), st.just(0), st.just(0)),
     max_size=4,
 )
 
@@ -512,6 +514,10 @@ def view_of(tensor: torch.Tensor, views: list[tuple[str, int, int, int]]) -> tor
             tensor = tensor.narrow(dim, start, size)
         elif kind == "select" and dim < tensor.ndim and start < tensor.size(dim):
             tensor = tensor.select(dim, start)
+        elif kind == "dtype" and tensor.ndim in (1, 2) and tensor.stride(-1) == 1:  # not of the full tensor
+            dtype = (torch.uint8, torch.int16, torch.int32, torch.float32)[dim]
+            if dtype.itemsize <= tensor.itemsize and not torch.is_inference_mode_enabled():
+                tensor = tensor.view(dtype)
     return tensor
 
 
@@ -528,5 +534,5 @@ def test_writes_to_views_reach_the_tensor_on_disk(tmp_path_factory, views, write
             view = view_of(tensor, views)
             for write, more in writes:
                 getattr(view_of(view, more), write)(3)
-            assert torch.equal(torch.as_tensor(view).clone(), view_of(values, views))
-    assert torch.equal(stored.fetch(), values)
+            assert_same(torch.as_tensor(view).clone(), view_of(values, views))
+    assert_same(stored.fetch(), values)

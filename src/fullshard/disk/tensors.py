@@ -188,8 +188,10 @@ class ViewOnDisk(Tensor):
     def _store(self) -> None:
         """Write the elements of this view to the disk. Other values on the disk do not change."""
         whole = self.stored.fetch()
-        offset = whole.storage_offset() + self.storage_offset() - self.whole.storage_offset()
-        whole.as_strided(self.shape, self.stride(), offset).copy_(self)
+        values = whole.view(-1).view(self.dtype)  # a view can have another dtype
+        skipped = self.storage_offset() * self.itemsize - self.whole.storage_offset() * self.whole.itemsize
+        offset = values.storage_offset() + skipped // self.itemsize
+        values.as_strided(self.shape, self.stride(), offset).copy_(self)
         self.stored.store(whole)
 
 
