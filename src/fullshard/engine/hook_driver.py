@@ -15,6 +15,7 @@ end        autograd calls back after its last node. Units without gradients, or 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ class HookDriver:
         self._reductions = state.reductions
         self._scheduler = state.scheduler
         self._serial = 0  # number of the last backward
+        self._callback: Callable[[], Any] = int  # the callback of the last backward, or None
         self._creates_graph = False  # the current backward has create_graph=True
         self._is_for_inputs = False  # the current backward computes the gradients of given tensors only
         self._is_in_pipeline = False  # the last forward was in a pipeline stage, whose backward may have two parts
@@ -214,6 +216,8 @@ class HookDriver:
         Raises:
             StateError: Gradients of parameters would be computed later, without hooks; or a forward is running.
         """
+        if self._state.phase is Phase.BACKWARD and self._callback() is None:
+            self._recover()  # an exception ended the earlier backward
         if self._state.phase is not Phase.BACKWARD:
             if self._stack:
                 raise _within_forward(self._stack[0][0])
@@ -229,7 +233,9 @@ class HookDriver:
             self._creates_graph = torch.is_grad_enabled()
             self._is_for_inputs = in_pass_for_inputs()
             self._expected.begin_backward()
-            on_backward_end(self.finish_backward)
+            callback = self.finish_backward
+            on_backward_end(callback)
+            self._callback = weakref.ref(callback)
             self._scheduler.order_gathers_after_compute()
         return self._serial
 

@@ -48,9 +48,9 @@ def install(unit: Unit) -> None:
 
 def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call `function(*args, **kwargs)` with the unit of `module` unsharded, like its forward."""
-    args, kwargs = _before_forward(module, args, kwargs)
     output = None
     try:
+        args, kwargs = _before_forward(module, args, kwargs)
         output = function(*args, **kwargs)
     finally:
         output = _after_forward(module, args, output)
