@@ -263,7 +263,7 @@ class HookDriver:
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
         """Record that autograd has accumulated the unsharded gradient of `param`. The last one starts the reduction."""
         if unit.residency.state is not UnitState.UNSHARDED:
-            self._check_read(unit, param)
+            _check_read(unit, param)
         if self._state.phase is not Phase.BACKWARD:
             self.begin_backward()
         if self._reductions.incomplete:
@@ -273,11 +273,6 @@ class HookDriver:
         self._has_grads = True
         if len(arrived) == unit.trainable and not unit.settings.reduces_unused:
             self._reductions.start(unit)
-
-    def _check_read(self, unit: Unit, param: ShardedParam) -> None:
-        is_observed = unit.settings.unshards_in_backward and not unit.residency.is_used_without_forward
-        if is_observed and not unit.has_valid_values:
-            raise read_while_sharded(param.fqn, unit.name)
 
     def end_calls_since(self, time: int) -> None:
         """Record that the backward of every call that began after `time` is over."""
@@ -395,6 +390,12 @@ class HookDriver:
             if unit.residency.users == 0 and unit is not needed and not unit.residency.awaits_backward:
                 self._scheduler.reshard(unit, Phase.FORWARD)
         self._recomputed.clear()
+
+
+def _check_read(unit: Unit, param: ShardedParam) -> None:
+    is_observed = unit.settings.unshards_in_backward and not unit.residency.is_used_without_forward
+    if is_observed and not unit.has_valid_values:
+        raise read_while_sharded(param.fqn, unit.name)
 
 
 def _within_forward(outer: Unit) -> StateError:
