@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,33 @@ def test_async_save_error_is_logged_on_garbage_collection(caplog):
     del background
     gc.collect()
     assert ["the disk is full" in message for message in caplog.messages] == [True]
+
+
+def test_interrupted_wait_keeps_the_running_save(monkeypatch):
+    """The next save must not start before the running one has ended, because both use the same memory."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def write() -> Path:
+        begun.set()
+        gate.wait(30)
+        raise CheckpointError("the disk is full")
+
+    def interrupt(future: Any) -> None:
+        raise KeyboardInterrupt
+
+    background = Background("saves")
+    pending = background.start(write)
+    begun.wait(30)
+    with monkeypatch.context() as patched:
+        patched.setattr(Future, "result", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            background.wait()
+    assert not pending.done
+    gate.set()
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        background.wait()
+    assert pending.done
+    background.wait()  # the error is raised once
 
 
 def test_async_save_works_without_process_group(tmp_path):

@@ -38,9 +38,12 @@ class PendingSave:
         Raises:
             CheckpointError: A rank could not write. The same error is raised on every rank.
         """
-        self._unseen.detach()
         with here.waiting_here():
-            return self._future.result()
+            try:
+                return self._future.result()
+            finally:
+                if self.done:  # not if the wait was interrupted
+                    self._unseen.detach()
 
 
 def _log_failure(future: Future[Path]) -> None:
@@ -63,12 +66,18 @@ class Background:
         Raises:
             CheckpointError: It failed, and its error has not been raised by `PendingSave.wait` yet.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None and pending._unseen.alive:
-            pending.wait()
-        elif pending is not None:
-            with here.waiting_here():
-                pending._future.exception()
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            if pending._unseen.alive:
+                pending.wait()
+            else:
+                with here.waiting_here():
+                    pending._future.exception()
+        finally:
+            if pending.done:  # an interrupted wait must not forget a save that still uses the memory for copies
+                self._pending = None
 
     def start(self, write: Callable[[], Path]) -> PendingSave:
         """Run `write` on the thread."""
