@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from shared_ranks import on_new_ranks
 from small_models import adamw, batch, loss_of, my_part, shard, small_gpt, wholes
@@ -96,3 +97,42 @@ def test_restore_snapshot_rejects_mismatches_by_name():
     with pytest.raises(CheckpointError, match="missing in it: scale"):
         restore_snapshot(taken, model=run["model"])
     assert_same(wholes(run["model"]), before)
+
+
+def test_restored_values_are_independent_of_the_snapshot():
+    class Kept:
+        def __init__(self) -> None:
+            self.state: dict[str, Any] = {"losses": [1.0]}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    model, kept = nn.Linear(2, 2), Kept()
+    taken = snapshot(model=model, scheduler=kept, extra={"seen": [1]})
+    for _ in range(2):
+        extra = restore_snapshot(taken, model=model, scheduler=kept)
+        assert (extra, kept.state) == ({"seen": [1]}, {"losses": [1.0]})
+        extra["seen"].append(2)
+        kept.state["losses"].append(2.0)
+
+
+def test_restore_snapshot_rejects_state_of_another_optimizer():
+    model = nn.Linear(2, 2)
+    optimizer = adamw(model)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    taken = snapshot(model=model, optimizer=optimizer)
+    with torch.no_grad():
+        model.weight.zero_()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="state of another optimizer: saved by AdamW, loaded into SGD"):
+        restore_snapshot(taken, model=model, optimizer=other)
+    assert not model.weight.any()
+    assert other.param_groups[0]["lr"] == 0.1
+    restore_snapshot(taken, model=model, optimizer=optimizer)
+    assert model.weight.any()
+    del taken["optimizer"]["kinds"]  # as in a snapshot of an earlier version
+    restore_snapshot(taken, model=model, optimizer=optimizer)

@@ -7,6 +7,7 @@ its counterpart in another replica.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from fullshard.engine.hooks import check_idle
 from fullshard.engine.late_params import LateParams
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.residency import INACTIVE, UnitState
+from fullshard.state.optim_kinds import SavedOptions, kinds_of_groups
 from fullshard.state.optim_state import StateTemplate, params_by_fqn, sharded_optim_state_dict
 
 _WHAT = "the snapshot"
@@ -74,6 +76,7 @@ def snapshot(
             "param_groups": tree_map(
                 lambda item: _copied(item) if isinstance(item, Tensor) else item, named["param_groups"]
             ),
+            "kinds": kinds_of_groups(optimizer),
         }
     remaining = {"extra": extra, **({} if scheduler is None else {"scheduler": scheduler.state_dict()})}
     finish_copies()
@@ -119,8 +122,8 @@ def restore_snapshot(
     if optimizer is not None:
         _restore_optimizer(taken["optimizer"], model, optimizer)
     if scheduler is not None:
-        scheduler.load_state_dict(taken["rest"]["scheduler"])
-    return taken["rest"]["extra"]
+        scheduler.load_state_dict(copy.deepcopy(taken["rest"]["scheduler"]))
+    return copy.deepcopy(taken["rest"]["extra"])
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -186,6 +189,12 @@ def _check_fits(
         params = params_by_fqn(model, optimizer)
         misfit.missing += [f"{fqn} in the optimizer" for fqn in params if fqn not in stepped]
         misfit.unexpected += [f"{fqn} in the optimizer" for fqn in stepped if fqn not in params]
+        # Snapshots of earlier versions have no kinds.
+        groups = zip(taken["optimizer"]["param_groups"], taken["optimizer"].get("kinds", ()), strict=False)
+        kind = StateTemplate(optimizer, params).misfit_of_kind(
+            [SavedOptions(group["params"], group, kinds) for group, kinds in groups]
+        )
+        misfit.kinds += [] if kind is None else [kind]
     if scheduler is not None and "scheduler" not in taken["rest"]:
         misfit.absent.append("scheduler")
     misfit.check(_WHAT, _REMEDY)
