@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from logged import Logged
 from run_states import OPTIMIZERS, Position, learn
 from shared_ranks import on_ranks, run_ranks
@@ -519,3 +520,26 @@ def test_load_rejects_state_of_another_optimizer_before_loading(recorded, tmp_pa
             assert_same(wholes(model), before)
             assert all(group.get("lr") == 0.3 for group in optimizer.param_groups)
             assert not optimizer.state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(
+    ("saved", "present"), [(torch.float32, torch.int64), (torch.complex64, torch.float32), (torch.int64, torch.bool)]
+)
+def test_load_rejects_tensors_that_would_lose_values(saved, present, tmp_path):
+    def built(dtype: torch.dtype) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("counts", torch.ones(3, dtype=dtype))
+        return model
+
+    model = built(saved)
+    save(tmp_path / "own", model=model, step=1)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    for name in ("own", "dcp"):
+        model = built(present)
+        before = wholes(model)
+        stated = rf"of a different shape: counts \({saved} in it, {present} in the model\)"
+        with pytest.raises(CheckpointError, match=stated):
+            load(tmp_path / name, model=model)
+        assert_same(wholes(model), before)
+        load(tmp_path / name, model=built(torch.complex64))  # which holds values of all dtypes

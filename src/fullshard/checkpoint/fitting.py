@@ -81,10 +81,12 @@ def fit_model(
             misfit.missing.append(fqn)
         elif isinstance(value, Tensor):
             keys[fqn] = saved.tensors[names[0]]
-            size = sizes[keys[fqn]]
+            size, dtype = sizes[keys[fqn]], opened.dtype(keys[fqn])
             has_own_length = fqn.rpartition(".")[2] == _EXTRA_STATE or describes_4_bits(fqn)
             if size != value.shape and not has_own_length:
                 misfit.misshapen.append(f"{fqn} ({tuple(size)} in it, {tuple(value.shape)} in the model)")
+            elif not torch.can_cast(dtype, value.dtype):  # such as floating-point values into integers
+                misfit.misshapen.append(f"{fqn} ({dtype} in it, {value.dtype} in the model)")
             if saved.ties is not None and len({saved.ties.get(name, name) for name in names}) > 1:
                 misfit.untied.append(" and ".join(names))
     misfit.unexpected += [fqn for fqn in (*saved.tensors, *saved.values) if fqn not in state]
