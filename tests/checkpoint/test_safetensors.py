@@ -572,7 +572,7 @@ def test_failed_export_leaves_no_files_and_raises_on_every_rank(tmp_path):
         raise OSError(28, "No space left on device")
 
     model = chain(fully_shard)
-    folder.with_name("out.partial-0123").mkdir(exist_ok=True)  # left by a run that was killed
+    folder.with_name(f"out.partial-{'01' * 16}").mkdir(exist_ok=True)  # left by a run that was killed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TensorFile, "write", full)
         with pytest.raises(CheckpointError) as caught:
@@ -586,6 +586,14 @@ def test_failed_export_leaves_no_files_and_raises_on_every_rank(tmp_path):
     assert_same(files_of(folder), wholes(model))
     stated = same_on_all_ranks(str(caught.value))
     assert "out: rank 0: OSError: [Errno 28] No space left on device" in stated
+
+
+def test_export_keeps_other_folders_with_similar_names(tmp_path):
+    others = ["out.partial-results", "out.partial-2024", f"out.partial-{'01' * 16}.bak"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    export_safetensors(small(), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", *others])
 
 
 def export_and_die(folder: Path, operation: int) -> None:

@@ -6,6 +6,7 @@ Tensors are gathered one at a time and written by the first rank. No rank holds 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -300,7 +301,7 @@ class _Export:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         beginning = f"{self.folder.name}.partial-"
         for left in self.folder.parent.iterdir():
-            if left.name.startswith(beginning):
+            if re.fullmatch(re.escape(beginning) + "[0-9a-f]{32}", left.name):
                 discard(left)
         unfinished = self.folder.with_name(f"{beginning}{uuid.uuid4().hex}")
         unfinished.mkdir()
