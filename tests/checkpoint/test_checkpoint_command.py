@@ -107,6 +107,11 @@ def test_ls_lists_all_checkpoints_newest_first(command, folder):
     assert one["step"] == 20
 
 
+def test_ls_lists_folder_named_like_a_checkpoint(command, tmp_path):
+    save(tmp_path / "step-100", model=nn.Linear(2, 2), step=5)
+    assert [item["name"] for item in command.json("ls", tmp_path / "step-100")["checkpoints"]] == ["step-000000005"]
+
+
 def test_ls_handles_empty_folder_and_damaged_manifest(command, folder, tmp_path):
     assert "No checkpoints found" in command.text("ls", tmp_path)
     flip(folder / "run" / "step-000000020" / "manifest.json", 150)

@@ -89,6 +89,15 @@ def test_latest_checkpoint_is_the_last_saved_even_at_a_lower_step(tmp_path):
     assert names(tmp_path) == ["step-000000006"]
 
 
+@pytest.mark.parametrize("name", ["step-100", "step-200.ckpt"])
+def test_folder_of_checkpoints_may_be_named_like_a_checkpoint(name, tmp_path):
+    save(tmp_path / name, model=plain(5), step=5)
+    assert saved_value(tmp_path / name) == 5
+    (tmp_path / name / "step-000000005" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="expected the manifest of a complete checkpoint, found none"):
+        saved_value(tmp_path / name)
+
+
 def test_save_replaces_checkpoint_of_the_same_step(tmp_path):
     save(tmp_path, model=plain(-1), step=7)
     save(tmp_path, model=plain(7), step=7)

@@ -113,20 +113,22 @@ def open_checkpoint(
 
 def _found(path: Path) -> list[Path]:
     """Return the checkpoint at `path`, or the checkpoints in the folder `path`, the newest first."""
-    if (path / MANIFEST).exists() or (path / container.METADATA).exists() or step_of(path) is not None:
+    if (path / MANIFEST).exists() or (path / container.METADATA).exists():
+        return [path]
+    found = [entry.path for entry in entries(path)]
+    if found:
+        return found
+    if step_of(path) is not None:  # a damaged checkpoint
         return [path]
     if path.is_file():
         raise CheckpointError(
             f"{path.name} is a file, but a checkpoint is a folder. Use model.load_state_dict(torch.load(path)) for a "
             "file written by torch.save, and fullshard.checkpoint.load_safetensors for safetensors."
         )
-    found = [entry.path for entry in entries(path)]
-    if not found:
-        raise CheckpointError(
-            "found no complete checkpoint there. Pass a checkpoint, such as folder/step-000000100, or a folder of "
-            "checkpoints."
-        )
-    return found
+    raise CheckpointError(
+        "found no complete checkpoint there. Pass a checkpoint, such as folder/step-000000100, or a folder of "
+        "checkpoints."
+    )
 
 
 def _opened(path: Path, ranks: GroupRanks, progress: Progress | None, verifies: bool) -> Opened:
