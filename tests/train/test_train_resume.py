@@ -18,7 +18,9 @@ import torch.distributed as dist
 from training_runs import QUICK, losses, metrics, this_rank, wait_for_step, weights
 
 from fullshard.checkpoint import latest
+from fullshard.checkpoint.contents import Contents
 from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.staging import HostMemory
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.testing import assert_same, run_ranks
 from fullshard.train.check import check
@@ -198,6 +200,48 @@ def test_run_that_saved_no_checkpoint_raises_after_last_step(writable_from, tmp_
         assert "FileExistsError" in first and "choose another --out" in first
     else:
         assert first is None
+
+
+def train_without_memory(out: Path, enough_from: int | None, stop_at: int | None = None) -> str | None:
+    """Return the error of a run whose last rank cannot copy its values, until step `enough_from` if given."""
+    copy = HostMemory.copy
+
+    def fail(self: HostMemory, contents: Contents) -> Contents:
+        if dist.get_rank() == 1 and not (enough_from and contents.record["extra"]["step"] >= enough_from):
+            raise MemoryError("no memory for copies")
+        return copy(self, contents)
+
+    state, step_of, steps = TrainingLoop.run_state, TrainingLoop.train_step, [0]
+
+    def step(self: TrainingLoop, step: int) -> Any:
+        steps[0] = step + 1
+        return step_of(self, step)
+
+    with (
+        mock.patch.object(HostMemory, "copy", fail),
+        mock.patch.object(TrainingLoop, "train_step", step),
+        mock.patch.object(TrainingLoop, "run_state", lambda self: {**state(self), "step": steps[0]}),
+    ):
+        try:
+            assert run_training(out, ["--checkpoint-every", "1"], stop_at) == 0
+        except CheckpointError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("enough_from", "stop_at"), [(None, None), (3, None), (None, 2)])
+def test_run_continues_if_a_rank_cannot_copy_its_values(enough_from, stop_at, tmp_path):
+    first, second = run_ranks(2, train_without_memory, tmp_path / "run", enough_from, stop_at)
+    assert first == second
+    if enough_from is not None:
+        assert first is None
+        assert steps_kept(tmp_path / "run") == [3]
+    elif stop_at is None:
+        assert "no checkpoint could be saved since this run started" in first
+        assert weights(tmp_path / "run")
+    else:
+        assert first.startswith("saving step 2 ")
+    assert first is None or "rank 1: MemoryError: no memory for copies" in first
 
 
 def refuse(out: Path, argv: list[str]) -> str:

@@ -370,19 +370,28 @@ class TrainingLoop:
 
         A checkpoint is due at regular steps, after the last step, and before the run stops. Both are written during the
         steps that follow. If a save fails, the run logs this and continues.
+
+        Raises:
+            CheckpointError: `stops` is True, and a rank could not copy its values.
         """
         settings = self.settings.checkpoints
         due = is_due(step, settings.checkpoint_every, self.settings.optimization.steps)
         if settings.checkpoint_every and (due or stops):
             self.wait_for_saves()
-            self.pending = async_save(
-                self.folder.checkpoints,
-                model=self.model,
-                optimizer=self.optimizer,
-                step=step,
-                extra=self.run_state(),
-                keep=settings.keep,
-            )
+            try:
+                self.pending = async_save(
+                    self.folder.checkpoints,
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    step=step,
+                    extra=self.run_state(),
+                    keep=settings.keep,
+                )
+            except CheckpointError as error:
+                if stops:  # without the checkpoint of this step, the run must not report that it can be resumed
+                    raise
+                self.display.show_problem(str(error))
+                self.unsaved = error
         elif self.copies is not None and is_due(step, settings.safety_copy_every):
             try:
                 self.copies.save(model=self.model, optimizer=self.optimizer, step=step, extra=self.run_state())
