@@ -29,6 +29,7 @@ from fullshard.train.options import parse_settings
 from fullshard.train.parallelism import adapt_to_ranks, part_of, rows_of, sequences_of
 from fullshard.train.resuming import options_after_restart, resumed_settings
 from fullshard.train.run_folder import METRICS
+from fullshard.train.schedule import peak_lr
 from fullshard.train.settings import OptimizationSettings
 from fullshard.train.stopping import PREEMPTED
 
@@ -423,3 +424,21 @@ def test_killed_launcher_leaves_no_running_ranks(tmp_path):
 def test_sigterm_handler_is_not_installed_outside_ranks():
     assert not dist.is_initialized()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def optimization_with_own_folder(folder: Path, argv: list[str]) -> OptimizationSettings:
+    """Return the settings with which this rank trains if each rank resumes the run in a separate folder."""
+    with mock.patch.object(TrainingLoop, "run", lambda self, stop: self.settings.optimization):
+        return run_training(folder / str(dist.get_rank()), argv)
+
+
+def test_ranks_resume_with_settings_of_the_first_rank(tmp_path):
+    """Machines that do not share --out may have different runs there, and safety copies do not need a shared folder."""
+    argv = ["--batch", "4", "--accumulate", "2", "--resume", "auto"]
+    settings = parse_settings([*QUICK, *argv])
+    old = {**settings.as_options(), "lr": peak_lr(settings), "dtype": "float32"}
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / METRICS).write_text(json.dumps({"kind": "run", "world": 1, "settings": old}) + "\n")
+    first, second = run_ranks(2, optimization_with_own_folder, tmp_path, argv)
+    assert first == second
+    assert (first.batch, first.accumulate) == (8, 1)

@@ -67,6 +67,8 @@ def train(
         CheckpointError: The checkpoint is damaged or does not match; or no checkpoint could be written.
     """
     check_machines(settings, rank)
+    if settings.checkpoints.resume == AUTO:  # machines that do not share --out may have another run there, or none
+        settings = replace(settings, optimization=agreed(settings.optimization, rank))
     settings = resolved(settings, rank)
     forecasting = start_forecast(settings, rank) if predicts else None
     peak = PeakMemory(rank.device)
