@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -821,6 +822,29 @@ def test_ranks_of_one_host_listen_at_the_loopback_address_only():
     sleep(2.5)  # until the ring is closed
     addresses = listening_addresses()
     assert addresses == {"0100007F"}
+
+
+@pytest.mark.slow
+@on_new_ranks(2)
+def test_forked_process_leaves_the_connections_of_its_parent_open():
+    """Closing them in the child once ended jobs with DataLoader workers: the next rank reported the parent as lost."""
+    watchdog._LOOK_S = LOOK_S
+    watchdog.watch()
+    dog = watchdog._watchdog
+    while not dog._joined:
+        sleep(0.01)
+    connection = dog._ring._from_previous
+    dist.barrier()
+    if dist.get_rank() == 0:
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+    dist.barrier()
+    assert not select.select([connection], [], [], 2 * LOOK_S)[0]  # neither data nor the end
+    assert dog._ring.watches
+    assert dog._board.known_loss() is None
+    dist.barrier()
 
 
 def test_rank_progress_reports_collective_step_and_line():

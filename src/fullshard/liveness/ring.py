@@ -148,14 +148,23 @@ class Ring:
 
     def leave(self, *, farewell: bool) -> None:
         """Close the connections. Without a farewell, the next rank considers this rank lost."""
-        for connection in (self._to_next, self._from_previous, self._server, *self._strangers):
-            if connection is not None:
-                with suppress(OSError):
-                    if farewell and connection is self._to_next:
-                        connection.sendall(_FAREWELL)
-                    connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
-                with suppress(OSError):
-                    connection.close()
+        for connection in self._connections:
+            with suppress(OSError):
+                if farewell and connection is self._to_next:
+                    connection.sendall(_FAREWELL)
+                connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the descriptors of this process only. In a forked process, the connections of its parent stay open."""
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.close()
+
+    @property
+    def _connections(self) -> list[socket.socket]:
+        found = (self._to_next, self._from_previous, self._server, *self._strangers)
+        return [connection for connection in found if connection is not None]
 
 
 def _key(rank: int) -> str:

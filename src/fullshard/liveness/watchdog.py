@@ -187,7 +187,7 @@ class _Watchdog:
     def forget(self) -> None:
         """Close the inherited connections in a forked process. Otherwise the end of its parent would not be noticed."""
         if self._ring is not None:
-            self._ring.leave(farewell=False)
+            self._ring.forget()
 
     def account_for(self, rank: int) -> _Loss:
         """Return the rank that was lost first and how it ended, now that the connection to `rank` is broken."""
