@@ -245,6 +245,44 @@ def test_fsdp_extension_methods_receive_same_arguments_as_in_fsdp2():
     assert isinstance(layer.weight, DTensor) and type(layer.weight._local_tensor) is Weight
 
 
+class FailingWeight(DecodedWeight):
+    """A weight whose decoding into memory that it already has fails once, if `fails` is set."""
+
+    fails = False
+
+    def fsdp_post_all_gather(
+        self, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        if FailingWeight.fails and out is not None:
+            FailingWeight.fails = False
+            raise torch.OutOfMemoryError("no memory")
+        return super().fsdp_post_all_gather(gathered, metadata, param_dtype, out=out)
+
+
+class Multiplied(nn.Module):
+    def __init__(self, kind: type[Weight]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(kind(torch.full((8, 8), 2.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@on_ranks(2)
+def test_forward_after_failed_post_all_gather_gathers_again():
+    for strategy in ("zero3", "zero1"):
+        model = fully_shard(Multiplied(FailingWeight), strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        x = torch.ones(1, 8)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        FailingWeight.fails = True
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            model(x)
+        torch.testing.assert_close(model(x), torch.full((1, 8), 8 * 1.9))
+
+
 # -- state ------------------------------------------------------------------------------------------------------------
 
 

@@ -76,7 +76,11 @@ class PayloadGroup(ParamGroup):
         buffer = self._storage.buffer
         assert buffer is not None, "a gather was started"
         self.gather.finish(buffer.unsharded)
-        made = [param.receive(gathered) for param, gathered in zip(self.params, buffer.gathered, strict=True)]
+        try:
+            made = [param.receive(gathered) for param, gathered in zip(self.params, buffer.gathered, strict=True)]
+        except BaseException:
+            self.gather.note_changed_shards()
+            raise
         self.validity.refresh()  # a class may have replaced the tensors that it wraps
         self.validity.validate(self.gather.gathered_versions)
         return any(made)
