@@ -159,6 +159,29 @@ def test_shard_offload_fractions_match_no_offload_in_every_case(tmp_path, world)
 # -- access to offloaded parameters -----------------------------------------------------------------------------------
 
 
+@on_ranks(1)
+def test_parameters_frozen_or_unfrozen_between_steps_match_no_offload(tmp_path):
+    """A step updates a parameter if it has a gradient, even if it was frozen after the backward."""
+    values = []
+    for fraction in (None, 1.0):
+        model = build(fraction, tmp_path)
+        norms = [param for name, param in model.named_parameters() if "norm" in name]
+        assert norms
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(6):
+            if step in (0, 2, 5):
+                for param in norms:
+                    param.requires_grad_(step != 0)
+            loss_of(model, batch(step)).backward()
+            if step == 3:
+                for param in norms:
+                    param.requires_grad_(False)
+            optimizer.step()
+            optimizer.zero_grad()
+        values.append(wholes(model))
+    assert_same(*values)
+
+
 @pytest.mark.slow
 @on_ranks(2)
 @few_bytes_per_chunk()

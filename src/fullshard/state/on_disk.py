@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -23,20 +24,22 @@ if TYPE_CHECKING:
 CHUNK_NBYTES = 64 * 2**20  # maximum bytes of states of a chunk, unless it has a single larger parameter
 STATES = 2  # assumed number of states of a parameter's shape in an optimizer, as in AdamW
 
+_TRAINED = attrgetter("requires_grad")
 _made: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], StatesOnDisk | None]] = WeakKeyDictionary()
 
 
 def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
     """Return the states of `optimizer` on a disk, according to the policies of its units; None if there are none.
 
-    If the parameters of the optimizer have changed, a new object is created, which adopts the states in the next step.
+    If the parameters of the optimizer have changed, or some were frozen or unfrozen, a new object is created. It adopts
+    the states in the next step.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    ids = tuple(map(id, params))
+    key = (*map(id, params), *map(_TRAINED, params))
     known = _made.get(optimizer)
-    if known is None or known[0] != ids:
+    if known is None or known[0] != key:
         chunks = chunks_on_disk(params)
-        known = _made[optimizer] = ids, _states_in(chunks, optimizer) if chunks else None
+        known = _made[optimizer] = key, _states_in(chunks, optimizer) if chunks else None
     return known[1]
 
 
@@ -49,7 +52,7 @@ def _states_in(chunks: Sequence[tuple[Path, list[nn.Parameter]]], optimizer: Opt
 def choose_chunks_again(units: Iterable[Unit]) -> None:
     """Apply the current policies of `units` to the states of their parameters, starting with the next step."""
     changed = {id(param.sharded) for unit in units for param in unit.params}
-    for optimizer in [item for item, (ids, _) in _made.items() if changed.intersection(ids)]:
+    for optimizer in [item for item, (key, _) in _made.items() if changed.intersection(key)]:
         del _made[optimizer]
 
 
@@ -68,7 +71,9 @@ def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Para
     for param in params:
         managed = managed_by(param)
         policy = None if managed is None else managed.unit.options.offload
-        if managed is None or not param.requires_grad or not isinstance(policy, Offload):
+        if managed is None or not isinstance(policy, Offload):
+            continue
+        if not param.requires_grad and param.grad is None:  # a parameter frozen after the backward is still stepped
             continue
         if not policy.disk_fraction and not managed.unit.shards.is_on_disk:
             continue
