@@ -9,6 +9,7 @@ from shared_ranks import on_ranks
 from small_models import chain, inputs, wholes
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from wrapped_weights import DecodedWeight
 
 from fullshard import MixedPrecisionPolicy, fully_shard, recording
 from fullshard.engine import uncounted_writes
@@ -101,6 +102,24 @@ def test_in_place_writes_refresh_low_precision_copies():
         for param in model.parameters():
             param.data.zero_()
         assert not model(torch.ones(1, 4)).any()
+
+
+class Multiplied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(DecodedWeight(torch.full((8, 8), 2.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@on_ranks(2)
+def test_next_forward_uses_tensor_subclass_written_through_data():
+    model = fully_shard(Multiplied(), strategy="zero1")
+    with torch.no_grad():
+        model(torch.ones(1, 8))
+        model.weight.data.copy_(model.weight.data * 2)
+        torch.testing.assert_close(model(torch.ones(1, 8)), torch.full((1, 8), 32.0))
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fullshard._compat import FakeTensor, after_dtensor_writes
+from fullshard._compat import FakeTensor, after_dtensor_writes, inner_tensors
 from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
@@ -56,8 +56,7 @@ def _note(written: Sequence[Tensor]) -> None:
     for tensor in written:
         managed = managed_by(tensor)
         if managed is None:
-            storage = _storage(tensor._local_tensor)  # type: ignore[attr-defined]
-            if storage is not None:
+            for storage in _storages(tensor._local_tensor):  # type: ignore[attr-defined]
                 number = _written[storage] = next(_numbers)
                 if number % _FORGETS_AFTER == 0:  # there may be no forward of a sharded model
                     _forget_freed()
@@ -65,10 +64,11 @@ def _note(written: Sequence[Tensor]) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-def _storage(local: Tensor) -> StorageWeakRef | None:
-    """Return a weak reference to the storage of a plain tensor, which keeps its address from being reused."""
-    is_plain = type(local) in (Tensor, FakeTensor) and local.layout == torch.strided
-    return StorageWeakRef(local.untyped_storage()) if is_plain else None
+def _storages(local: Tensor) -> list[StorageWeakRef]:
+    """Return weak references to the storages of plain tensors in `local`, which keep addresses from being reused."""
+    inner = [local] if type(local) is Tensor else inner_tensors(local)
+    plain = [item for item in inner if type(item) in (Tensor, FakeTensor) and item.layout == torch.strided]
+    return [StorageWeakRef(item.untyped_storage()) for item in plain]
 
 
 def count_writes(units: Sequence[Unit], since: int) -> int:
@@ -78,7 +78,7 @@ def count_writes(units: Sequence[Unit], since: int) -> int:
     if not recent:
         return since
     for param in (param for unit in units for param in unit.params):
-        if _storage(param.local) in recent:
+        if not recent.isdisjoint(_storages(param.local)):
             param.note_ignored_write()
     _forget_freed()
     return max(number for _, number in written)
