@@ -355,6 +355,22 @@ def test_recurrent_units_do_not_flatten_parameters():
     assert model[0] not in moved
 
 
+def fail_to_initialize(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    raise RuntimeError("no values")
+
+
+@on_ranks(1)
+def test_parameters_stay_on_meta_device_if_param_init_fn_raises():
+    with torch.device("meta"):
+        layer = nn.Linear(4, 4)
+    weight = layer.weight
+    with pytest.raises(RuntimeError, match="no values"):
+        FullyShardedDataParallel(layer, param_init_fn=fail_to_initialize)
+    assert layer.weight is weight
+    assert layer.weight.is_meta and layer.bias.is_meta
+
+
 class Mute(nn.Module):
     def __init__(self) -> None:
         super().__init__()

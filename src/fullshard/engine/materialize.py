@@ -184,7 +184,8 @@ def _reset(module: Any, device: torch.device) -> None:
 def _keeping_identity(module: nn.Module) -> Iterator[None]:
     """Return a context for initializing `module` that restores its original parameter objects at the end.
 
-    At the end, parameters that were on the meta device have the values of their replacements. Parameters that already
+    At the end, parameters that were on the meta device have the values of their replacements, unless an exception was
+    raised. Parameters that already
     have values, because they are tied to those of another module, keep them: a placeholder is initialized instead.
     """
     own = {name: param for name, param in module._parameters.items() if param is not None}
@@ -192,13 +193,15 @@ def _keeping_identity(module: nn.Module) -> Iterator[None]:
         if not param.is_meta:
             placeholder = torch.empty(param.shape, dtype=param.dtype, device="meta")
             module._parameters[name] = nn.Parameter(placeholder, requires_grad=param.requires_grad)
+    succeeded = False
     try:
         yield
+        succeeded = True
     finally:
         with without_weak_references(module):
             for name, param in own.items():
                 given = module._parameters[name]
-                if param.is_meta and given is not None and given is not param:
+                if succeeded and param.is_meta and given is not None and given is not param:
                     _swap(param, given)
                 module._parameters[name] = param
 
