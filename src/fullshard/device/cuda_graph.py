@@ -37,9 +37,11 @@ class CudaGraph:
             self._stream = torch.cuda.Stream(self.device)
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
     def host_random_state(self) -> Any:
         return random.getstate(), torch.get_rng_state().numpy().tobytes()
