@@ -185,8 +185,8 @@ def _keeping_identity(module: nn.Module) -> Iterator[None]:
     """Return a context for initializing `module` that restores its original parameter objects at the end.
 
     At the end, parameters that were on the meta device have the values of their replacements, unless an exception was
-    raised. Parameters that already
-    have values, because they are tied to those of another module, keep them: a placeholder is initialized instead.
+    raised. Parameters that already have values, because they are tied to those of another module, keep them: a
+    placeholder is initialized instead.
     """
     own = {name: param for name, param in module._parameters.items() if param is not None}
     for name, param in own.items():
