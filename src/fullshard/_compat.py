@@ -165,7 +165,8 @@ def _takes_inputs(frame: FrameType | None) -> bool:
         if frame.f_code is torch.autograd.grad.__code__:
             return True
         if frame.f_code is torch.autograd.backward.__code__:
-            return bool(frame.f_locals.get("inputs"))
+            inputs = frame.f_locals.get("inputs")
+            return isinstance(inputs, torch.Tensor) or bool(inputs)
         frame = frame.f_back
     return False
 

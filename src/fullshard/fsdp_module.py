@@ -118,7 +118,7 @@ def fully_shard(
     if dp_mesh_dims is not None and dp_mesh_dims.shard is None:
         strategy = _whole_everywhere(strategy)
     modules = tuple(module) if isinstance(module, list | tuple) else (module,)
-    if auto_wrap_policy is not None:
+    if auto_wrap_policy is not None and modules:
         options: dict[str, Any] = {
             "mesh": mesh,
             "strategy": strategy,

@@ -95,6 +95,10 @@ def backward_of_inputs(model: Any, loss: Tensor, x: Tensor) -> None:
     loss.backward(inputs=[x], retain_graph=True)
 
 
+def backward_of_one_input(model: Any, loss: Tensor, x: Tensor) -> None:
+    loss.backward(inputs=x, retain_graph=True)
+
+
 def learn_with_grads_of_inputs(model: Any, take: Any) -> list[Any]:
     for unused in (False, True):
         if unused and not isinstance(model, DistributedDataParallel):
@@ -116,7 +120,7 @@ def learn_with_grads_of_inputs(model: Any, take: Any) -> list[Any]:
 @pytest.mark.slow
 @on_ranks(2)
 def test_input_gradient_passes_do_not_reduce_deferred_gradients():
-    for take in (grad_of, grad_of_another_forward, backward_of_inputs):
+    for take in (grad_of, grad_of_another_forward, backward_of_inputs, backward_of_one_input):
         expected = learn_with_grads_of_inputs(DistributedDataParallel(chain(leave)), take)
         for strategy in ONE_AXIS:
             model = chain(partial(fully_shard, strategy=strategy))

@@ -1091,6 +1091,11 @@ def shard_nothing() -> None:
     fully_shard([])
 
 
+@mistake(ConfigError, "got an empty list of modules", "Pass a module, or a list with at least one")
+def shard_nothing_by_a_policy() -> None:
+    fully_shard([], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
 @mistake(ConfigError, "is a str. Pass an nn.Module, or a list of them")
 def shard_a_string() -> None:
     fully_shard("model")

@@ -157,6 +157,14 @@ def test_optimizers_step_unevenly_sharded_complex_parameters():
     assert before is not None and not torch.equal(before, wholes(model)["vector"])
 
 
+@on_ranks(2)
+def test_clipping_counts_empty_shards_of_complex_parameters():
+    model = fully_shard(Turns())
+    model(inputs()).square().mean().backward()
+    norm = clip_grad_norm_([param for name, param in model.named_parameters() if name == "scalar"], 1e9)
+    assert_same(norm, model.scalar.grad.full_tensor().abs())
+
+
 # -- made before sharding ---------------------------------------------------------------------------------------------
 
 

@@ -580,6 +580,16 @@ def test_sync_module_states_broadcasts_values_of_rank_0(shape):
         assert_same(values, values_of_rank(0))
 
 
+@on_ranks(2)
+def test_sync_module_states_broadcasts_buffers_of_all_dtypes():
+    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.complex64, torch.float8_e4m3fn, torch.bool):
+        model = nn.Linear(4, 4)
+        for name, shape in (("table", (2, 3)), ("count", ())):
+            model.register_buffer(name, torch.full(shape, float(dist.get_rank())).to(dtype))
+        module = FullyShardedDataParallel(model, sync_module_states=True).module
+        assert_same([module.table, module.count], [torch.zeros(2, 3, dtype=dtype), torch.zeros((), dtype=dtype)])
+
+
 def test_each_rank_keeps_its_values_without_sync_module_states():
     for rank, values in enumerate(run_ranks(2, share_values, False, None)):
         assert_same([values["table"], values["count"]], [values_of_rank(rank)["table"], values_of_rank(rank)["count"]])
@@ -873,6 +883,15 @@ def test_torch_comm_hooks_set_the_reduction_dtype(world, options):
         assert_same(learn(model), expected)
         differs = any(not torch.equal(a, b) for a, b in zip(wholes_of(plain), wholes_of(expected), strict=True))
         assert differs == (dtype is not None)
+
+
+@on_ranks(1)
+def test_refused_comm_hook_is_not_registered():
+    model, state = wrapped(mixed_precision=MixedPrecision(reduce_wire="int8")), LowPrecisionState(dist.group.WORLD)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="reduce_wire"):
+            model.register_comm_hook(state, default_hooks.fp16_compress_hook)
+    model.register_comm_hook(DefaultState(dist.group.WORLD), default_hooks.allreduce_hook)
 
 
 @on_ranks(2)

@@ -154,7 +154,7 @@ class Collectives(GroupProgress, ABC):
 
         def send() -> None:
             for tensor in tensors:
-                sent = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # gloo lacks 8-bit floats
+                sent = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor  # gloo lacks int16
                 dist.broadcast(sent, group=self.group, group_src=source)
 
         sent_nbytes = nbytes if self.rank == source else 0

@@ -350,11 +350,11 @@ class FullyShardedDataParallel(nn.Module):
                     f"register_comm_hook: {unit.name or 'the root'} already has gradients. Call it before the first "
                     "backward, or after zero_grad()."
                 )
-        for wrapper in wrappers:
-            vars(wrapper)[_HOOKED] = True
         if dtype is not None:
             for unit in units:
                 unit.shards.reduce_in(dtype)
+        for wrapper in wrappers:
+            vars(wrapper)[_HOOKED] = True
 
     def abandon_step(self) -> None:
         """Drop all results of the current step, as `FSDPModule.abandon_step` does.

@@ -108,18 +108,22 @@ def register_outside_params(optimizer: Optimizer) -> None:
         state.microbatches.compare_outside(outside)
 
 
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_checked: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+"""The parameters whose order was compared between ranks, by id."""
 
 
 def check_same_order(optimizer: Optimizer) -> None:
-    """Compare the order of the sharded parameters of `optimizer` between ranks, once. This is a collective.
+    """Compare the order of the sharded parameters of `optimizer` between ranks. This is a collective.
+
+    They are compared in the first step, and again after parameters were added.
 
     Raises:
         RankMismatchError: The orders differ, so collectives would combine different parameters.
     """
-    if optimizer in _checked:
-        return
     params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
+    ids = [*map(id, params)]
+    if _checked.get(optimizer) == ids:
+        return
     params = [param for param in params if managed_by(param) is not None]
     if len(params) < 2:
         return
@@ -127,7 +131,6 @@ def check_same_order(optimizer: Optimizer) -> None:
     first = managed_by(in_model_order(params)[0])
     if first is None or runtime_or_none(first.unit) is None:
         return  # the model has not run yet, so there are no gradients
-    _checked.add(optimizer)
     names = [f"{item.unit.name}.{item.param.fqn}".removeprefix(".") for item in found if item is not None]
     check_same_names(
         names,
@@ -136,6 +139,7 @@ def check_same_order(optimizer: Optimizer) -> None:
         reason="It steps DTensors one parameter at a time in this order, and DTensor operations can run collectives.",
         instead="If it treats each element separately, call fullshard.optim.step_shards(optimizer).",
     )
+    _checked[optimizer] = ids
 
 
 _FIRST_COMPARISON, _COMPARISON_INTERVAL = 16, 1024

@@ -138,7 +138,7 @@ def _norms(values: Sequence[Tensor], norm_type: float, *, offloaded: bool = Fals
         if tensor.numel():
             together.setdefault((tensor.device, tensor.dtype), []).append(i)
         else:
-            norms[i] = tensor.new_zeros((), dtype=torch.promote_types(tensor.dtype, torch.float32))
+            norms[i] = tensor.new_zeros((), dtype=torch.promote_types(tensor.dtype, torch.float32).to_real())
     for (device, dtype), indices in together.items():
         wide = torch.promote_types(dtype, torch.float32)
         if offloaded and device.type == "cpu":

@@ -342,13 +342,13 @@ class _Hooks:
     ) -> None:
         """Replace full tensors in the state dict by this rank's shards."""
         self.before(module)
-        if self._outermost is None:
-            self._outermost = module
+        if self._outermost is None or self._outermost is module:  # it is set after a load that failed
             self._assigned.clear()  # left by a load that failed
             known = next((unit.params[0].dtensor.device_mesh for unit in units_in(module) if unit.params), None)
             for key, value in state.items():  # check all values before any is loaded
                 if isinstance(value, DTensor):
                     check_local_shard(clean_fqn(key), value, known)
+            self._outermost = module
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
             # A module in two places of the model is loaded twice. The first time may have replaced its parameters.
