@@ -101,9 +101,9 @@ def _list(folder: Path, settings: ShowSettings) -> int:
 
 def _entries(folder: Path) -> list[Entry]:
     """Return the checkpoints in `folder`, newest first, or `folder` if it is a checkpoint."""
-    found = [] if (folder / MANIFEST).exists() else entries(folder)
-    is_checkpoint = (folder / MANIFEST).exists() or step_of(folder) is not None
-    return found or ([Entry(folder)] if is_checkpoint else [])
+    if (folder / MANIFEST).exists():
+        return [Entry(folder)]
+    return entries(folder) or ([Entry(folder)] if step_of(folder) is not None else [])
 
 
 def _listed(entry: Entry) -> dict[str, Any]:
